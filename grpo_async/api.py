@@ -24,7 +24,6 @@ from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Diagnosis, RunHistory, diagnose
 from grpo_async.findings.history import read_metrics
-from grpo_async.run_directory import RunDir
 from grpo_async.store.export import export_rollouts
 from grpo_async.store.query import parse_query
 from grpo_async.utils.extras import needs
@@ -87,17 +86,14 @@ def _launch_in_child(config: ExperimentConfig, resume: str | None, clean: bool) 
 
 
 class Run:
-    """A run, also while it runs: everything is read again at each call.
-
-    Args:
-        run: its folder, or its name in `runs/`.
+    """A run, also while it runs: everything is read again at each call. `run`: its folder, or its name in `runs/`.
 
     Raises:
         ConfigError: there is no such run.
     """
 
     def __init__(self, run: str | Path) -> None:
-        self._dir: RunDir = find_run(str(run))
+        self._dir = find_run(str(run))
 
     @property
     def folder(self) -> Path:

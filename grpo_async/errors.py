@@ -57,14 +57,7 @@ class RunError(GrpoAsyncError):
 
 
 class DeadlineError(RunError):
-    """A wait outlived its deadline.
-
-    Args:
-        what: what was waited for, as a noun phrase ("samples of step 12").
-        waited_s: how long, in seconds.
-        setting: dotted path of the setting that holds the deadline.
-        hint: what usually causes it, if known.
-    """
+    """A wait for `what` ("samples of step 12") outlived the deadline that `setting` holds. `hint`: the usual cause."""
 
     def __init__(self, what: str, *, waited_s: float, setting: str, hint: str = "") -> None:
         self.what, self.waited_s, self.setting = what, waited_s, setting
@@ -93,12 +86,7 @@ class InferenceError(GrpoAsyncError):
 
 
 class RequestRejectedError(InferenceError):
-    """The server answered 4xx: the request itself is wrong, so it is not retried.
-
-    Args:
-        status: HTTP status code.
-        message: the server's own message.
-    """
+    """The server answered 4xx: the request itself is wrong, so it is not retried. `message` is the server's own."""
 
     def __init__(self, status: int, message: str) -> None:
         self.status = status
@@ -106,11 +94,8 @@ class RequestRejectedError(InferenceError):
 
 
 class ServerUnavailableError(InferenceError):
-    """The server could not be reached, or kept answering >= 500, until the last retry.
-
-    Args:
-        answered: the last failure was an answer of the server (>= 500), so it is alive; not a broken connection or silence.
-    """
+    """The server could not be reached, or kept answering >= 500, until the last retry. `answered`: the last failure was an answer,
+    so it is alive; not a broken connection or silence."""
 
     def __init__(self, message: str, *, answered: bool = False) -> None:
         self.answered = answered
@@ -126,7 +111,6 @@ USER_ERROR, FAILURE = 2, 1
 
 
 def exit_code_of(error: GrpoAsyncError) -> int:
-    """Exit code of a command that ends with the error."""
     return USER_ERROR if isinstance(error, ConfigError) else FAILURE
 
 

@@ -18,13 +18,11 @@ from grpo_async.cli.app import app
 from grpo_async.config.loader import load_config
 from grpo_async.config.sections import EnvironmentSection, RewardSection, ToolSection
 from grpo_async.envs import load_environments
-from grpo_async.inference.fleet import ServerState
 from grpo_async.rewards import load_rewards
 from grpo_async.store.query import parse_query
 from grpo_async.tools import load_tools
 from grpo_async.user_code.references import resolve_function
 from scripts.reference import FOLDER, pages
-from tests.support.trace_format import documented_events
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").rglob("*.md")) - set(FOLDER.iterdir()))]
@@ -47,24 +45,6 @@ def test_the_reference_is_fresh() -> None:
     written = {file.name: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.md") if file.stem != "events"}
     assert written == pages(), "run: python -m scripts.reference"
     assert not any("<bound method" in text for text in written.values())
-
-
-def test_the_events_of_the_reference_are_those_of_the_code() -> None:
-    """Names stand as texts where events are recorded; a test that runs everything would find fewer."""
-    found = {str(state) for state in ServerState}
-    for file in (ROOT / "grpo_async").rglob("*.py"):
-        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute | ast.Name):
-                continue
-            of = ast.unparse(call.func)
-            if re.search(r"^span$|^record$|clock\.part$|^phase$|call_all$", of):
-                names = call.args[:1]
-            elif of.endswith("during"):
-                names = call.args[1:2]
-            else:
-                continue
-            found |= {name.value for name in names if isinstance(name, ast.Constant)}
-    assert found | {"attempt"} == documented_events()
 
 
 def test_the_readme_is_short_and_its_config_loads(tmp_path: Path) -> None:

@@ -44,7 +44,6 @@ from grpo_async.user_code.references import resolve
 from grpo_async.utils.extras import needs
 from grpo_async.utils.files import downloaded_file
 from grpo_async.utils.network import binding_error
-from grpo_async.utils.processes import open_files_limit
 from grpo_async.utils.text import backticked, count
 
 _NUM_ROWS = 3
@@ -53,8 +52,6 @@ _NUM_MEASURED = 200
 _SMALL_BYTES = 128 << 20  # about ten seconds
 _LATER = "the trainer looks at all rows, and so does `grpo-async train --dry-run`"
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
-_FILES_OF_THE_TRAINER = 192
-"""Open files of the trainer's process without any rollout: libraries, logs, sockets of the ranks."""
 _TRACKERS = {"tensorboard": "tensorboardX"}
 """Type -> module, where they differ."""
 
@@ -99,22 +96,10 @@ def check_node(config: ExperimentConfig, *, engine: EngineChoice, trains: bool) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InputChecks:
-    """What the checks of one configuration have found so far."""
-
     config: ExperimentConfig
     deep: bool = False
     problems: Problems = field(default_factory=Problems)
     notes: Problems = field(default_factory=Problems)
-
-    @property
-    def sources(self) -> dict[str, Source]:
-        """The data sources, by dotted path."""
-        return self.config.sources
-
-    @property
-    def sees_all(self) -> bool:
-        """Whether all rows are seen; else the first of each source."""
-        return self.deep or all(map(_is_small, self.sources.values()))
 
     # ---- model, packages, devices, disk ----
 
@@ -164,13 +149,14 @@ class _InputChecks:
         return folder
 
     def check_machine(self, engine: EngineChoice, *, trains: bool) -> None:
-        """Check that optional packages and devices are there, addresses can be bound, and what is in flight fits."""
+        """Check that optional packages and devices are there, and that addresses can be bound."""
         config = self.config
         addresses = {}
-        needed = [(f"{key}.type: hub", "datasets") for key, source in self.sources.items() if source.type == "hub"]
+        needed = [
+            (f"{key}.type: hub", "datasets") for key, source in self.config.sources.items() if source.type == "hub"
+        ]
         devices = {}
         if trains:
-            self._check_open_files()
             devices["launch.device"] = config.launch.device
             if (agent := config.rollout.agent) is not None:
                 addresses["rollout.agent.host"] = (agent.host, agent.port)
@@ -196,24 +182,6 @@ class _InputChecks:
             if fault := binding_error(host, port):
                 self.problems.append(f"{key}: {host} cannot be bound on this machine ({fault}); it is its own address")
 
-    def _check_open_files(self) -> None:
-        """Check that every rollout in flight gets its sockets in the trainer; each server needs fewer."""
-        config, agent = self.config, self.config.rollout.agent
-        in_flight, each = config.rollout.most_in_flight, 1
-        in_flight += config.max_in_flight_evaluation if config.evaluation is not None else 0
-        if agent is not None:
-            # its connection to the endpoint (both ends for a function), ours to a server; a process has streams and an end
-            each = 3 if agent.function else 8
-            in_flight = min(in_flight, agent.max_concurrent or in_flight)
-        needed, limit = _FILES_OF_THE_TRAINER + each * in_flight, open_files_limit()
-        if needed > limit:
-            room = max(0, limit - _FILES_OF_THE_TRAINER) // each
-            self.problems.append(
-                f"rollout.max_in_flight: {count(in_flight, 'rollout')} in flight (with those of evaluations) need {needed} open "
-                f"files, and a process may have {limit} here; allow fewer, there is room for {room}, or raise the hard limit: "
-                f"`ulimit -Hn {needed}` as root, `docker run --ulimit nofile={needed}`, LimitNOFILE= of systemd"
-            )
-
     def check_room(self) -> None:
         """Check that run.dir can be written to and its disk has room for the checkpoints."""
         run_dir = RunDir(self.config.run_path)
@@ -227,7 +195,6 @@ class _InputChecks:
     # ---- data ----
 
     def check_data(self, *, has_model: bool) -> None:
-        """Check the rows with all that reads them: tools, environments, the tokenizer and the rewards."""
         rows = self.read_rows()
         for key, some in rows.items():
             self.notes.extend(look_at_rows(key, some, self.config, self.problems))
@@ -242,29 +209,30 @@ class _InputChecks:
 
     def read_rows(self) -> dict[str, Rows]:
         """Rows of each source that can be read: all where that takes a moment only, else the first ones."""
+        sees_all = self.deep or all(map(_is_small, self.config.sources.values()))
         rows: dict[str, Rows] = {}
-        for key, source in self.sources.items():
+        for key, source in self.config.sources.items():
             if not self.deep and isinstance(source, HubSource) and not Path(source.name).exists():
                 self.notes.append(f"{key}: the dataset {source.name} is not checked here; {_LATER}")
                 continue
             with self.problems.collecting(f"{key}: "):
                 num_rows = _NUM_FIRST if hasattr(source, "path") else _NUM_ROWS
                 rows[key] = first_rows(source, num_rows, needs_prompt=not self.config.environments)
-        if self.sees_all and len(rows) == len(self.sources):
+        if sees_all and len(rows) == len(self.config.sources):
             with self.problems.collecting():
                 rows = self._load_all()
-        elif not self.sees_all:
+        elif not sees_all:
             seen = (f"{key}: {count(len(some), 'row')} looked at here; {_LATER}" for key, some in rows.items())
             self.notes.extend(seen)
         config = self.config
         for key, train in rows.items():
             is_text = train and key in config.data.sources and isinstance(train[0]["prompt"], str)
-            if is_text and not config.templates_text(self.sources[key]):
+            if is_text and not config.templates_text(self.config.sources[key]):
                 self.notes.append(
                     f"{key}: the prompts are plain text, so they reach the model without the chat template and completions "
                     f"reach the rewards as text; with {key}.system_prompt, or with messages as prompts, the template is used"
                 )
-        evaluated = self.sources.keys() - config.data.sources.keys() or config.data.sources.keys()
+        evaluated = self.config.sources.keys() - config.data.sources.keys() or config.data.sources.keys()
         for name in ("baseline_column", "group_by"):
             column = getattr(config.evaluation, name, None)
             for held_out in (rows[key] for key in sorted(evaluated & rows.keys()) if column is not None):
@@ -287,7 +255,7 @@ class _InputChecks:
                 f"{count(counted.num_steps, 'step')}{cut}"
             )
         found = {**loaded.evaluation, **loaded.train}
-        return {key: found[key].rows for key in self.sources}
+        return {key: found[key].rows for key in self.config.sources}
 
     # ---- tools, environments, the rollout function, the agent, prompts ----
 
@@ -330,12 +298,12 @@ class _InputChecks:
         lengths, refused = [], []
         for row, location in zip(rows, rows.locations, strict=True):
             try:
-                lengths.append(counted(make_prompt(row, 0, self.sources[key].system_prompt)))
+                lengths.append(counted(make_prompt(row, 0, self.config.sources[key].system_prompt)))
             except ChatError as error:
                 refused.append(f"{location}: {error}")
         if refused:
             self.problems.append(f"{key}: {len(refused)} prompts are refused, such as {refused[0]}")
-        most, longest = self.sources[key].max_prompt_tokens, self.config.inference.max_model_len
+        most, longest = self.config.sources[key].max_prompt_tokens, self.config.inference.max_model_len
         kept = [length for length in lengths if most is None or length <= most]
         if lengths and not kept:
             self.problems.append(
@@ -382,7 +350,6 @@ class _InputChecks:
             reward.close()
 
     def check_own_functions(self) -> None:
-        """Load what the loss names, as the trainer will."""
         with self.problems.collecting():
             if self.config.loss.type == "custom":
                 from grpo_async.training.loss import UserLoss  # here: it imports torch

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import platform
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,17 +20,12 @@ _NEEDED_OPEN_FILES = 4096
 
 
 def run_doctor() -> list[Check]:
-    """Look at this machine; the checks in the order of the table."""
     return [run_check(name, look) for name, look in _CHECKS.items()]
 
 
 def has_gpu_driver() -> bool:
     """Whether an NVIDIA driver is there, even if it does not work."""
     return has_gpu_devices() or shutil.which("nvidia-smi") is not None
-
-
-def check_python() -> Found:
-    return "pass", f"{platform.python_version()}, {sys.executable}, {platform.platform()}"
 
 
 def check_gpus() -> Found:
@@ -49,7 +41,6 @@ def check_gpus() -> Found:
 
 
 def check_torch() -> Found:
-    """torch as it imports: version, CUDA, NCCL, gloo."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -83,24 +74,11 @@ def check_vllm() -> Found:
 
 
 def check_limits() -> Found:
-    """The limit of open files."""
     limit = open_files_limit()  # `train` raises the soft limit to the hard one
     if limit >= _NEEDED_OPEN_FILES:
         return "pass", f"open files {limit}"
     advice = f"each completion in flight is a connection, on both sides; `ulimit -Hn {_NEEDED_OPEN_FILES}` as root"
     return "warn", f"open files {limit}: {advice}"
-
-
-def check_disk() -> Found:
-    """The working directory; runs are written below it."""
-    folder = Path.cwd()
-    free = shutil.disk_usage(folder).free
-    message = f"working directory {folder}: {format_bytes(free)} free"
-    if not os.access(folder, os.W_OK):
-        return "fail", f"{message}, but it is not writable; set run.dir to another disk"
-    if free < 5 * _GIB:
-        return "warn", f"{message}: a checkpoint of a model of 0.6 billion parameters takes 7 GiB"
-    return "pass", message
 
 
 def check_shared_memory() -> Found:
@@ -125,12 +103,10 @@ def check_sandbox() -> Found:
 
 
 _CHECKS: dict[str, Callable[[], Found]] = {
-    "python": check_python,
     "gpus": check_gpus,
     "torch": check_torch,
     "vllm": check_vllm,
     "limits": check_limits,
-    "disk": check_disk,
     "shared memory": check_shared_memory,
     "sandbox": check_sandbox,
 }

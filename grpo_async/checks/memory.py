@@ -162,7 +162,6 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
 
 
 def _moment_bytes(config: ExperimentConfig) -> float:
-    """Bytes of the two moments of a trained parameter."""
     if config.optimizer.type == "adamw_8bit":
         return 2 * (1 + 4 / 256)  # a code, and its part of the scale of a block
     return 2 * (4 if config.model.lora is not None else ITEM_BYTES[config.model.dtype])
@@ -221,11 +220,7 @@ def describe_peak(peaks: Sequence[float], *, on_gpu: bool) -> str:
 
 
 def check_run_dir_writable(run_dir: RunDir) -> None:
-    """The run directory, or the nearest folder above it that exists, can be written to.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError where the run directory, or the nearest folder above it that exists, cannot be written to."""
     try:
         place = _nearest(run_dir)
         fault = "" if place.is_dir() and os.access(place, os.W_OK | os.X_OK) else "is not a folder you can write to"

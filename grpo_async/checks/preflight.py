@@ -41,13 +41,10 @@ SAMPLES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightContext:
-    """All that the checks look at."""
-
     config: ExperimentConfig
     run_dir: RunDir
     renderer: ChatRenderer
     servers: Sequence[Server]
-    """The servers that are up."""
     prompts: Sequence[Prompt]
     """A few of data.train."""
     probes: Sequence[Sequence[int]]
@@ -88,7 +85,6 @@ def run_preflight(context: PreflightContext) -> list[Check]:
 
 
 def check_disk(context: PreflightContext) -> Found:
-    """Room on the run's disk for its checkpoints, as `disk_room` counts it."""
     size = ModelSize.of(text_config(Path(context.config.model.path)), context.num_parameters)
     return disk_room(context.config, context.run_dir, size)
 

@@ -21,13 +21,7 @@ _COLORS: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "bold r
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the table.
-
-    Args:
-        name: what was looked at ("logprobs").
-        status: pass; warn: it runs, but something is worth knowing; fail: the run must not start.
-        detail: what was found and where; for warn and fail also what to do.
-    """
+    """What was looked at ("logprobs"), and what was found: `warn` is worth knowing, `fail` must not start."""
 
     name: str
     status: Status
@@ -39,7 +33,6 @@ Found: TypeAlias = tuple[Status, str]
 
 
 def worst_status(checks: Iterable[Check]) -> Status:
-    """fail if any failed, else warn if any warned, else pass."""
     return max((check.status for check in checks), key=list(_COLORS).index, default="pass")
 
 
@@ -50,7 +43,7 @@ def counts(checks: Sequence[Check]) -> str:
 
 
 def run_check(name: str, function: Callable[[], Found], *, prefix: str = "") -> Check:
-    """Run one check; of what comes of it `prefix` begins the detail. Whatever goes wrong in it becomes a failed check."""
+    """Run one check; whatever goes wrong in it becomes a failed check."""
     try:
         status, detail = function()
     except Exception as error:  # noqa: BLE001 - a check that breaks must not hide what the others found
@@ -64,7 +57,6 @@ def to_json(checks: Sequence[Check]) -> str:
 
 
 def print_checks(console: Console, checks: Sequence[Check], *, title: str) -> None:
-    """The title, a row for each check, and one line with the counts."""
     from rich.text import Text
 
     console.print(Text(title))

@@ -18,14 +18,11 @@ from grpo_async import __version__
 from grpo_async.cli.check_reward import check_reward
 from grpo_async.cli.configs import doctor, explain, schema, validate
 from grpo_async.cli.export import export, export_model
-from grpo_async.cli.import_script import import_script
 from grpo_async.cli.inspect import InspectCommand, inspect, inspect_rollouts
-from grpo_async.cli.replay import replay
-from grpo_async.cli.runs import report, status, trace
+from grpo_async.cli.runs import replay, report, status, trace
 from grpo_async.cli.serve import serve_embedded, serve_vllm
-from grpo_async.cli.start import init, prepare_quickstart
-from grpo_async.cli.study import study
-from grpo_async.cli.train import TrainCommand, evaluate, train
+from grpo_async.cli.start import import_script, init, prepare_quickstart
+from grpo_async.cli.train import TrainCommand, evaluate, study, train
 from grpo_async.errors import USER_ERROR, GrpoAsyncError, exit_code_of
 from grpo_async.utils.resilient_stream import escape_unencodable
 

@@ -131,7 +131,6 @@ def _forms(answer: str) -> list[str]:
 
 
 async def _try(reward: RewardFunction, prompts: Sequence[Prompt], gold_column: str | None) -> dict[str, Any]:
-    """Return the scores by kind over the rows, and what is wrong with them."""
     from grpo_async.rewards import RewardError
 
     best: dict[str, dict[int, float]] = {_RIGHT: {}, _WRONG: {}}  # by kind and row: the best score of its forms

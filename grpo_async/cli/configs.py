@@ -56,7 +56,7 @@ def schema(
       grpo-async schema
       grpo-async schema --out configs/schema.json
     """
-    from grpo_async.config.schema import schema_text
+    from grpo_async.config.keys import schema_text
     from grpo_async.utils.files import write_atomically
 
     if out is None:
@@ -74,7 +74,7 @@ def explain(
         typer.Argument(metavar="[KEY]", help="A key, its old or another trainer's name, or words to search for."),
     ] = None,
 ) -> None:
-    """Explain a key: its meaning, type, range, default, siblings, and what other trainers call it. Without KEY: list all keys.
+    """Explain a key: its meaning, type, range, default, and what other trainers call it. Without KEY: list all keys.
 
     \b
     Examples:
@@ -94,31 +94,25 @@ def explain(
     if not found and not reasons:
         raise ConfigError(f"no key or description contains {word!r}; `grpo-async explain` lists all keys")
     for each in found:
-        if len(found) > 5:
+        if len(found) > 5 and each.path != word:
             typer.echo(f"{each.path:44} {each.summary}")
         else:
             _print_key(each)
 
 
 def _print_key(key: Key) -> None:
-    from grpo_async.config.keys import siblings
-
     typer.echo(f"{key.path}: {key.summary}")
     for line in key.meaning.splitlines():
         typer.echo(textwrap.fill(line, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     if key.elsewhere:
         typer.echo(f"  Elsewhere: {key.elsewhere}")
-    if others := siblings(key):
-        names = dict.fromkeys(other.path.rpartition(".")[2] for other in others)
-        words = f"{'Keys' if key.is_section else 'Same section'}: {', '.join(names)}"
-        typer.echo(textwrap.fill(words, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     typer.echo("")
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object with every check.")] = False,
 ) -> None:
-    """Check this machine: Python, torch, vLLM, GPUs, drivers, limits, disk, sandbox.
+    """Check this machine: torch, vLLM, GPUs, drivers, limits, shared memory, sandbox.
 
     Every check passes, warns or fails, and says what to do. Starts and changes nothing. Exit code 1 only if something fails.
 

@@ -1,4 +1,4 @@
-"""`init` and `prepare-quickstart`: something to start from, your own or ours."""
+"""`init`, `prepare-quickstart` and `import`: something to start from, your own, ours or TRL's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ from grpo_async.errors import ConfigError
 from grpo_async.quickstart import CONFIGS, DEFAULT_TASK
 from grpo_async.utils.files import shipped
 
-_STARTERS = {  # folder of grpo_async/starters: title of its config
-    "reward": "Questions with short answers, and your own reward.",
-    "tools": "A model that can call your own Python function.",
-    "env": "An environment: a game of several turns, rewarded at the end.",
-    "agent": "An agent: your own program, which calls the model over HTTP.",
-}
 _DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 
 
@@ -29,28 +23,20 @@ def init(
     folder: Annotated[
         Path, typer.Argument(metavar="[DIR]", help="Where to write; created if it does not exist.")
     ] = Path("."),
-    tools: Annotated[bool, typer.Option("--tools", help=_STARTERS["tools"])] = False,
-    env: Annotated[bool, typer.Option("--env", help=_STARTERS["env"])] = False,
-    agent: Annotated[bool, typer.Option("--agent", help=_STARTERS["agent"])] = False,
     model: Annotated[
         str, typer.Option("--model", metavar="PATH", help="The policy: a name on the Hugging Face hub, or a folder.")
     ] = _DEFAULT_MODEL,
 ) -> None:
-    """Write a config with comments, a reward (or tool, environment, agent), ten rows of data and a test of the reward.
+    """Write a config with comments, your own reward function, ten rows of data and a test of the reward.
 
-    Never overwrites a file. Without a flag: your own reward function.
+    Never overwrites a file.
 
     \b
     Examples:
       grpo-async init my-run
-      grpo-async init my-run --tools --model Qwen/Qwen3-4B
+      grpo-async init my-run --model Qwen/Qwen3-4B
     """
-    flags = {"tools": tools, "env": env, "agent": agent}
-    chosen = [name for name, wanted in flags.items() if wanted]
-    if len(chosen) > 1:
-        raise ConfigError(f"--{' and --'.join(chosen)}: choose one; a config can be extended later")
-    starter = chosen[0] if chosen else "reward"
-    files = _files(starter, name=_run_name(folder), model=model)
+    files = _files(name=_run_name(folder), model=model)
     if present := sorted(name for name in files if (folder / name).exists()):
         raise ConfigError(f"{folder} already contains {', '.join(present)}; choose another folder; nothing was written")
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,22 +46,18 @@ def init(
     typer.echo("Next:")
     if folder != Path("."):
         typer.echo(f"  cd {shlex.quote(str(folder))}")
-    check = "train train.yaml --dry-run" if starter in ("env", "agent") else "check-reward train.yaml"
-    for command in ("python -m pytest", f"grpo-async {check}", "grpo-async train train.yaml"):
+    for command in ("python -m pytest", "grpo-async check-reward train.yaml", "grpo-async train train.yaml"):
         typer.echo(f"  {command}")
     typer.echo(f"Documentation: {shipped('docs')}; examples: {shipped('configs')}")
 
 
-def _files(starter: str, *, name: str, model: str) -> dict[str, str]:
-    """Text by file name."""
-    root = resources.files("grpo_async") / "starters"
-    texts = {entry.name: entry.read_text(encoding="utf-8") for entry in (root / starter).iterdir() if entry.is_file()}
-    config = Template((root / "train.yaml").read_text(encoding="utf-8")).substitute(
-        title=_STARTERS[starter],
+def _files(*, name: str, model: str) -> dict[str, str]:
+    folder = resources.files("grpo_async") / "starters"
+    texts = {entry.name: entry.read_text(encoding="utf-8") for entry in folder.iterdir() if entry.is_file()}
+    config = Template(texts.pop("train.yaml")).substitute(
         schema=shipped("configs/schema.json").resolve(),
         name=name,  # the file has the quotes; no character of a run's name needs an escape
         model=json.dumps(model),  # in quotes: a loader need not agree on what is a number
-        sections=texts.pop("sections.yaml"),
     )
     return {"train.yaml": config, **dict(sorted(texts.items()))}
 
@@ -110,3 +92,71 @@ def prepare_quickstart(
     prepare(task=task, seed=seed)
     if seed == 0:  # what the configs name
         typer.echo(f"Next: grpo-async train {shlex.quote(str(shipped(f'configs/{CONFIGS[task]}')))}")
+
+
+def import_script(
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="A script that calls GRPOTrainer or AsyncGRPOTrainer.")
+    ],
+    arguments: Annotated[
+        str,
+        typer.Option(
+            "--args", help="The command line of a script that reads its settings from it: '--learning_rate 1e-5 ...'."
+        ),
+    ] = "",
+    check: Annotated[
+        bool, typer.Option("--check", help="Run the script as well: compare two small steps here and in TRL.")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option("--check-model", metavar="FOLDER", help="Its model for --check, if not the script's.")
+    ] = None,
+) -> None:
+    """Turn a training script of TRL into a configuration, without running it.
+
+    Writes SCRIPT.yaml beside the script, and SCRIPT_parts.py with its own functions and data, copied as they are. What has no
+    counterpart, or is known only when the script runs, is a comment in the YAML with the reason. Never overwrites a file. Run the
+    configuration from the script's folder.
+
+    --check does run the script, your code, up to the end of train(), with TRL, which must be installed. Both trainers make two
+    steps of the same tokens on the CPU, with a small random model of the same family; rewards, advantages, losses, gradient norms
+    and the update of the weights are compared. Files that are there already are checked as they are.
+
+    Exit code: 0 written (and equal), 1 not equal, 2 it cannot be read or run, or a file is there already.
+
+    \b
+    Examples:
+      grpo-async import train_grpo.py --check
+      grpo-async import gspo.py --args '--model_name_or_path Qwen/Qwen3-0.6B --learning_rate 1e-5'
+    """
+    from grpo_async.config.loader import load_config
+    from grpo_async.config.trl_script import import_script as read_script
+
+    config, parts = script.with_suffix(".yaml"), script.with_name(f"{script.stem}_parts.py")
+    found = read_script(script, arguments)
+    if check and config.exists():
+        _check(script, config, arguments, model)
+    for path in (config, parts):
+        if path.exists():
+            raise ConfigError(f"{path} exists already; move it away first")
+    if found.parts:
+        parts.write_text(found.parts, encoding="utf-8")
+    config.write_text(found.as_yaml(script.name), encoding="utf-8")
+    written = f"{config} and {parts}" if found.parts else str(config)
+    typer.echo(f"{written}: {len(found.comments)} comments say what to look at")
+    if check:
+        _check(script, config, arguments, model)
+    try:
+        load_config(config)
+    except ConfigError as error:
+        typer.echo(f"\nstill to be done by hand:\n{error}")
+    typer.echo(f"\nnext:\n  grpo-async validate {config.name}    # in {script.parent.resolve()}")
+
+
+def _check(script: Path, config: Path, arguments: str, model: str | None) -> None:
+    """Raises typer.Exit: with 1 where the two are not equal."""
+    from grpo_async.launch.check_import import check_import
+    from grpo_async.utils.console import stdout_console
+
+    typer.echo(f"two steps of {config.name} and of {script.name} on a tiny model; this takes about a minute")
+    is_equal = check_import(script, config, arguments, model, stdout_console())
+    raise typer.Exit(0 if is_equal else 1)

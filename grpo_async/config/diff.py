@@ -59,5 +59,4 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    """The value in YAML."""
     return json.dumps(value) if isinstance(value, bool | None) else str(value)

@@ -93,7 +93,6 @@ class ExperimentConfig(StrictModel):
 
     @property
     def sources(self) -> dict[str, sections.Source]:
-        """The sources to train and evaluate on, by dotted path."""
         evaluated = None if self.evaluation is None else self.evaluation.data
         return self.data.sources | ({} if evaluated is None else sections.sources_at("evaluation.data", evaluated))
 
@@ -121,7 +120,6 @@ class ExperimentConfig(StrictModel):
 
     @property
     def group_sizes(self) -> list[int]:
-        """Completions per prompt, of each source to train on."""
         return [source.group_size or self.rollout.group_size for source in self.data.sources.values()]
 
     @property

@@ -1,5 +1,5 @@
-"""Every key of a configuration, by the annotations of the models: its type, range, default and meaning (`all_keys`), and what to
-write instead of an unknown one (`suggest_key`)."""
+"""Every key of a configuration, by the annotations of the models: its type, range, default and meaning (`all_keys`), what to write
+instead of an unknown one (`suggest_key`), and the JSON schema, for editors (`schema_text`)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ class Key:
 
     @property
     def summary(self) -> str:
-        """Its type and default, on one line."""
         end = "" if self.is_section else "; required" if self.default is None else f"; default {self.default}"
         only = f" (with type {' or '.join(self.of_types)})" if self.of_types else ""
         return f"{self.type}{end}{only}"
@@ -62,7 +61,6 @@ class Key:
 
 @functools.cache
 def all_keys() -> tuple[Key, ...]:
-    """Every key, in the order of the sections."""
     return tuple(_keys(ExperimentConfig, ""))
 
 
@@ -72,26 +70,18 @@ def keys_at(path: KeyPath) -> list[Key]:
 
 
 def find_keys(word: str) -> list[Key]:
-    """The key with this path; else those whose path, or whose old or other trainers' name, is this word or ends in it; else those
-    that contain all the words, in path, meaning or other names."""
+    """The key with this path, with those within it; else those whose path, or whose old or other trainers' name, is this word or
+    ends in it; else those that contain all the words, in path, meaning or other names."""
     path = [part for part in word.replace("[]", "").split(".") if not part.isdecimal()]
     named = {other.here for other in OTHER_NAMES if f".{other.name}".endswith(f".{word.lstrip('-')}")}
     plain = {key: [part for part in key.parts if part != "0"] for key in all_keys()}
-    if exact := [key for key, parts in plain.items() if _fits(parts, path)]:
+    if exact := [key for key, parts in plain.items() if _fits(parts[: len(path)], path)]:
         return exact
     if ends := [key for key, parts in plain.items() if parts[-len(path) :] == path or key.path in named]:
         return ends
     words = word.lower().split()
     texts = {key: f"{key.path} {key.meaning} {key.elsewhere}".lower() for key in all_keys()}
     return [key for key, text in texts.items() if all(part in text for part in words)]
-
-
-def siblings(key: Key) -> list[Key]:
-    """The other keys of its section, or those within it."""
-    above = key.parts if key.is_section else key.parts[:-1]
-    return [
-        other for other in all_keys() if other.parts[:-1] in (above, [*above, "0"], [*above, "NAME"]) and other != key
-    ]
 
 
 def _fits(known: Sequence[str], parts: Sequence[str]) -> bool:
@@ -212,3 +202,44 @@ def suggest_key(path: KeyPath) -> str:
     settings = {key.parts[-1]: ".".join(key.parts) for key in reversed(keys) if not key.is_section}
     anywhere = nearest(path[-1], settings)
     return f"; did you mean '{settings[anywhere[0]]}'?" if anywhere else near
+
+
+# ---- the JSON schema ----
+
+_EXTENDS = {
+    "title": "Extends",
+    "description": "Files (relative to this one) that this file is merged over: one name or a list; later ones win.",
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+}
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of what `load_config` reads: pydantic's, but with `extends`, and a file that extends another may
+    leave out what the other says."""
+    schema: dict[str, Any] = _relaxed(ExperimentConfig.model_json_schema())
+    required = schema.pop("required")
+    for definition in schema["$defs"].values():
+        # a `type` stays required, since it tells the members of a union apart; the rest may come from a base file
+        types = [key for key in definition.pop("required", []) if "const" in definition["properties"][key]]
+        definition |= {"required": types} if types else {}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "properties": {"extends": _EXTENDS, **schema["properties"]},
+        "title": "grpo-async experiment",
+        "anyOf": [{"required": ["extends"]}, {"required": required}],
+    }
+
+
+def _relaxed(node: Any) -> Any:
+    """`oneOf` as `anyOf`: {path: x} fits the default member of a union and, without its required keys, perhaps others."""
+    if isinstance(node, list):
+        return [_relaxed(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    below = {key: _relaxed(value) for key, value in node.items() if key != "discriminator"}
+    return {("anyOf" if key == "oneOf" else key): value for key, value in below.items()}
+
+
+def schema_text() -> str:
+    return json.dumps(config_schema(), indent=2, ensure_ascii=False) + "\n"

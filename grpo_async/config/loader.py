@@ -101,7 +101,6 @@ def dump_config(config: ExperimentConfig) -> str:
 
 
 def dump_values(values: Mapping[str, Any]) -> str:
-    """A configuration, or a part of one, as YAML that `load_config` reads back."""
     return yaml.dump(
         _escaped(dict(values)),
         Dumper=_Dumper,
@@ -114,7 +113,7 @@ def dump_values(values: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True)
 class _Loading:
-    """Reading one configuration: what is wrong so far, and what was read."""
+    """What is wrong so far, and what was read."""
 
     problems: list[Problem] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -125,11 +124,7 @@ class _Loading:
         return "\n".join(dict.fromkeys(f"{location}: {message}" for location, message in ordered))
 
     def read(self, path: Path, inside: Sequence[Path] = ()) -> Node:
-        """A file merged over everything it extends.
-
-        Args:
-            inside: the files that led here, outermost first; meeting one of them again is a cycle.
-        """
+        """A file merged over everything it extends. `inside`: the files that led here; meeting one of them again is a cycle."""
         self.sources.append(str(path))
         own, chain = read_yaml_file(path, self.problems), (*inside, path)
         bases = own.value.pop("extends", None)
@@ -187,7 +182,6 @@ def _is_of_another_type(old: Mapping[str, Node], new: Mapping[str, Node], path: 
 
 
 def _default_type(path: KeyPath) -> Any:
-    """The type that is meant where a section has none."""
     return next((json.loads(key.default) for key in keys_at((*path, "type")) if key.default is not None), None)
 
 

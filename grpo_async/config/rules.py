@@ -49,7 +49,6 @@ def _filled_in(text: str, config: ExperimentConfig) -> str:
 
 
 def _rollout_rules(config: ExperimentConfig) -> Iterator[Rule]:
-    """Rewards, tools, environments, agents, and their time limits."""
     rollout, agent, function = config.rollout, config.rollout.agent, config.rollout_function
     has_reward = bool(config.rewards or config.environments or agent is not None)
     if config.distillation is not None:
@@ -123,7 +122,6 @@ def _distillation_rules(config: ExperimentConfig, *, has_reward: bool) -> Iterat
 
 
 def _training_rules(config: ExperimentConfig) -> Iterator[Rule]:
-    """Steps, batches, and who gets them."""
     rollout, training = config.rollout, config.training
     behind, groups, size = training.weight_sync_steps - 1, rollout.groups_per_step, min(config.group_sizes)
     yield (
@@ -162,7 +160,6 @@ def _training_rules(config: ExperimentConfig) -> Iterator[Rule]:
 
 
 def _loss_rules(config: ExperimentConfig) -> Iterator[Rule]:
-    """Proximal policy, correction, reference."""
     loss, correction, num_updates = config.loss, config.loss.correction, config.training.num_updates
     is_custom, is_recomputed = isinstance(loss, CustomLoss), loss.proximal == "recomputed"
     yield (
@@ -256,7 +253,6 @@ def _sampling_rules(config: ExperimentConfig) -> Iterator[Rule]:
 
 
 def _evaluation_rules(config: ExperimentConfig) -> Iterator[Rule]:
-    """Evaluation, and the checkpoints that are kept by it."""
     evaluation, held_out, checkpoint = config.evaluation, config.data.held_out, config.checkpoint
     samples = evaluation.samples_per_prompt if evaluation is not None else 1
     # metrics of an evaluation in which larger is better (evaluation.metrics)
@@ -303,7 +299,6 @@ def _evaluation_rules(config: ExperimentConfig) -> Iterator[Rule]:
 
 
 def _machine_rules(config: ExperimentConfig) -> Iterator[Rule]:
-    """Servers, weights, machines."""
     launch, inference, has_ray = config.launch, config.inference, config.launch.ray is not None
     remote = [url for url in inference.urls if not is_loopback(urlsplit(url).hostname or "")]
     yield (
@@ -331,7 +326,6 @@ def _machine_rules(config: ExperimentConfig) -> Iterator[Rule]:
 
 
 def _lora_rules(config: ExperimentConfig) -> Iterator[Rule]:
-    """Adapters, and how they travel."""
     lora, merged = config.model.lora, "set push: merged"
     if lora is None:
         return

@@ -311,7 +311,6 @@ class DataSection(StrictModel):
 
     @property
     def sources(self) -> dict[str, Source]:
-        """The sources to train on, by dotted path."""
         return sources_at("data.train", self.train)
 
 
@@ -452,7 +451,6 @@ class AgentSection(StrictModel):
 
     @property
     def kind(self) -> Literal["function", "command", "environment"]:
-        """Which of the three it is."""
         return "function" if self.function is not None else "command" if self.command is not None else "environment"
 
     @model_validator(mode="after")
@@ -504,7 +502,6 @@ class RewardSection(StrictModel):
 
     @property
     def reference(self) -> str:
-        """Reference of the reward function."""
         if self.function is not None:
             return self.function
         if self.has_address:
@@ -513,7 +510,6 @@ class RewardSection(StrictModel):
 
     @property
     def has_address(self) -> bool:
-        """Whether `model` is the address of a server."""
         return self.model is not None and self.model.startswith(("http://", "https://"))
 
     @property
@@ -684,8 +680,6 @@ class ImportanceSamplingSection(StrictModel):
 
 
 class BaseLoss(StrictModel):
-    """The settings that all losses have."""
-
     own_reduction: ClassVar[Reduction] = "dapo"
     has_sequence_ratio: ClassVar[bool] = False
     """Whether the ratio of the loss is that of whole samples."""
@@ -747,17 +741,14 @@ class BaseLoss(StrictModel):
 
     @property
     def masks_samples(self) -> bool:
-        """Whether samples that are far off policy are left out."""
         return self.off_policy_mask is not None or self.geometric_mask is not None
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss has a KL term."""
         return self.beta > 0.0
 
     @property
     def resolved_reduction(self) -> Reduction:
-        """`reduction`, or that of the type."""
         return self.reduction or self.own_reduction
 
 
@@ -1072,12 +1063,10 @@ class InferenceSection(StrictModel):
 
     @property
     def min_replicas(self) -> int:
-        """Servers without which a run does not begin."""
         return self.replicas.min if isinstance(self.replicas, ReplicaRange) else self.replicas
 
     @property
     def max_replicas(self) -> int:
-        """Servers that are started at most."""
         return self.replicas.max if isinstance(self.replicas, ReplicaRange) else self.replicas
 
     @property
@@ -1226,12 +1215,6 @@ class LaunchSection(StrictModel):
     """Longest time without a sign of life from a trainer process; none comes while it is stopped, or some code holds the GIL. Then
     its stack is shown and the run ends. What is only slow (a step, a compile, a disk, an evaluation) gives signs of life."""
 
-    def on_one_machine(self, *, colocate: bool) -> LaunchSection:
-        """This section without the settings of several machines."""
-        alone = {"ray": None, "trainer_nodes": 1, "sharding": "full", "colocate": colocate}
-        return self.model_copy(update=alone)
-
     @property
     def world_size(self) -> int:
-        """Trainer processes of all machines: trainer_nodes x num_trainer_ranks."""
         return self.trainer_nodes * self.num_trainer_ranks

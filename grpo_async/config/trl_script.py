@@ -98,9 +98,7 @@ def import_script(path: Path, arguments: str = "") -> ImportedScript:
         tree = ast.parse(text)
     except (OSError, UnicodeDecodeError, SyntaxError) as error:
         raise ConfigError(f"{path}: cannot be read as a Python script: {error}") from error
-    return _Script(
-        tree, text.splitlines(), path.stem, _read_arguments(arguments), _accelerate_files(path.parent)
-    ).imported()
+    return _Script(path, tree, text.splitlines(), arguments).imported()
 
 
 def _accelerate_files(folder: Path) -> dict[str, dict[str, Any]]:
@@ -139,25 +137,18 @@ def _scalar(word: str) -> Any:
 
 
 class _Script:
-    def __init__(
-        self,
-        tree: ast.Module,
-        lines: Sequence[str],
-        stem: str,
-        arguments: Mapping[str, Any],
-        accelerate: Mapping[str, Mapping[str, Any]],
-    ) -> None:
-        self._accelerate = accelerate
+    def __init__(self, path: Path, tree: ast.Module, lines: Sequence[str], arguments: str) -> None:
+        self._accelerate = _accelerate_files(path.parent)
         self._lines = lines
-        self._stem = stem
-        self._arguments = arguments
+        self._stem = path.stem
+        self._arguments = _read_arguments(arguments)
         self._result = ImportedScript()
         self._wanted: list[ast.expr] = []  # what the module of the script's own code has to define
         self._rows: dict[str, str] = {}  # generators of rows: name -> the data, as an expression
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name_of(node.func) in TRAINERS]
         if not calls:
             raise ConfigError(
-                f"{stem}.py: calls neither {' nor '.join(TRAINERS)}, so it is no script that this command reads"
+                f"{path}: calls neither {' nor '.join(TRAINERS)}, so it is no script that this command reads"
             )
         self._call = calls[-1]
         self._scope = list(_statements_before(tree.body, self._call))
@@ -198,9 +189,7 @@ class _Script:
                 reward["weight"] = weight
         elif weights is not None:
             result.comments.append(f"reward_weights: {weights!r}: see rewards[].weight")
-        self._lora(given.get("peft_config"))
-        if (lora := result.values["model"].get("lora") if "model" in result.values else None) is not None:
-            self._complete(lora, no_dropout)
+        self._lora(given.get("peft_config"), no_dropout)
         left += [
             f"{name}: a {_name_of(self._call.func)} argument without a counterpart"
             for name in given
@@ -371,21 +360,20 @@ class _Script:
             loss.setdefault("epsilon", 0.2)
             loss.setdefault("epsilon_high", loss["epsilon"])
 
-    def _lora(self, node: ast.expr | None) -> None:
+    def _lora(self, node: ast.expr | None, no_dropout: bool) -> None:
+        """Adapters, with what peft would choose written out."""
         call = self._assigned.get(node.id, node) if isinstance(node, ast.Name) else node
-        if not isinstance(call, ast.Call) or _name_of(call.func) != "LoraConfig":
-            if node is not None and not self._arguments.get("use_peft"):
-                self._result.comments.append(f"peft_config: `{ast.unparse(node)}`; see model.lora")
+        if isinstance(call, ast.Call) and _name_of(call.func) == "LoraConfig":
+            self._result.put("model.lora", {"rank": 8, "alpha": 8})  # peft's
+            for each in call.keywords:
+                if (name := _LORA.get(str(each.arg))) is not None:
+                    self._put("peft_config", each.value, f"model.lora.{name}")
+                elif each.arg not in ("bias", "task_type"):
+                    self._result.comments.append(f"peft_config.{each.arg}: `{ast.unparse(each.value)}`; see model.lora")
+        elif node is not None and not self._arguments.get("use_peft"):
+            self._result.comments.append(f"peft_config: `{ast.unparse(node)}`; see model.lora")
+        if (lora := self._result.values.get("model", {}).get("lora")) is None:
             return
-        self._result.put("model.lora", {"rank": 8, "alpha": 8})  # peft's
-        for each in call.keywords:
-            if (name := _LORA.get(str(each.arg))) is not None:
-                self._put("peft_config", each.value, f"model.lora.{name}")
-            elif each.arg not in ("bias", "task_type"):
-                self._result.comments.append(f"peft_config.{each.arg}: `{ast.unparse(each.value)}`; see model.lora")
-
-    def _complete(self, lora: dict[str, Any], no_dropout: bool) -> None:
-        """Write out what peft would choose."""
         if no_dropout:
             lora["dropout"] = 0.0
         if "target_modules" not in lora:

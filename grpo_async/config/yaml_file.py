@@ -54,19 +54,13 @@ Problem: TypeAlias = tuple[Location, str]
 
 @dataclass(slots=True)
 class Node:
-    """One value of the tree, at the line of its key.
-
-    Attributes:
-        value: a dict or list of nodes, or a scalar.
-        fault: why the value cannot be used; then `value` is None. Replacing the node (`extends`, `--set`) forgets it.
-    """
+    """One value of the tree, at the line of its key: a dict or list of nodes, or a scalar. `fault`: why it cannot be used."""
 
     value: Any
     location: Location
     fault: str = ""
 
     def plain(self) -> Any:
-        """The value without locations."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
@@ -104,7 +98,6 @@ class Node:
         self.value[int(key) if isinstance(self.value, list) else key] = node
 
     def faults(self, path: KeyPath = ()) -> Iterator[Problem]:
-        """Problems of the values that cannot be used."""
         if self.fault:
             yield self.location, f"{'.'.join(path)}: {self.fault}" if path else self.fault
         for key, below in self.entries.items():
@@ -129,7 +122,6 @@ def read_yaml_file(path: Path, problems: list[Problem]) -> Node:
 
 
 def no_such_file(path: Path) -> str:
-    """That there is none, and which one may be meant."""
     if path.parent.name == "configs" and (here := shipped(f"configs/{path.name}")).is_file():
         return f"there is no file {path}; the one that comes with grpo-async is {here}"
     return f"there is no file {path}{did_you_mean(path.name, [file.name for file in path.parent.glob('*.y*ml')])}"
@@ -218,7 +210,6 @@ class _Reader:
 
 
 def _variable(reference: re.Match[str]) -> str:
-    """What stands for a reference. Raises: ValueError: nothing does."""
     if reference["body"] is None:
         return "${"
     name, has_default, default = reference["body"].partition(":-")

@@ -186,7 +186,6 @@ def _run(command: Sequence[str], what: str) -> None:
 
 
 def _record(run: RunDir, step: int) -> dict[str, Any]:
-    """What a step came to, and the tokens that it came from."""
     with RolloutTable(run.rollouts) as table:
         groups = sorted(table.groups_of_step(step)[-_GROUPS:], key=lambda group: group.prompt_id)
     rollouts = [rollout for group in groups for rollout in group.rollouts]

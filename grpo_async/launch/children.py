@@ -72,7 +72,6 @@ class Child:
         return describe_exit(self.exited.result())
 
     def describe_end(self, end: str | None = None) -> str:
-        """How it ended, and the last lines of its log."""
         lines = [f"  {line}" for line in tail(self.log)]
         last_lines = ["its last lines:", *lines] if lines else ["its log is empty"]
         return "\n".join([f"{self.name} {end or self.end}", *last_lines, f"log: {self.log}"])
@@ -151,7 +150,6 @@ class Children:
                 self._warn(f"processes of the {child.name} survived SIGKILL (they are stuck in the kernel)")
 
     async def spawn(self, spec: ProcessSpec, *, num_restarts: int = 0) -> Child:
-        """Start `spec`."""
         log = log_file(self._folder, spec.log_name, num_restarts)
         own = {name: value for name, value in os.environ.items() if not _FOREIGN_VARIABLES.fullmatch(name)}
         with log.open("wb") as output:

@@ -45,21 +45,13 @@ from grpo_async.utils.validation import problems_of
 
 
 def run_evaluation(
-    config: ExperimentConfig,
-    *,
-    checkpoint: str | None,
-    out: Path | None,
-    output: Output | None = None,
+    config: ExperimentConfig, *, checkpoint: str | None, out: Path | None, output: Output | None = None
 ) -> RunOutcome:
-    """Evaluate a model without training; call it from the main thread.
+    """Evaluate a model without training; call it from the main thread. The outcome's `summary` is the content of evaluation.json.
 
     Args:
         checkpoint: see evaluation.target.choose_target.
         out: a folder for the results, new or empty; None: RUN_DIR/NAME.eval-LABEL.
-        output: where and how much it prints; None: everything, to stdout.
-
-    Returns:
-        How it ended; `summary` is the content of evaluation.json, None where there is none.
 
     Raises:
         ConfigError: the input is wrong; nothing was started.
@@ -73,7 +65,8 @@ def run_evaluation(
             )
         target = choose_target(config, checkpoint)
         if config.launch.ray is not None:  # on this machine alone, with its ranks and one server
-            launch = config.launch.on_one_machine(colocate=True)
+            alone = {"ray": None, "trainer_nodes": 1, "sharding": "full", "colocate": True}
+            launch = config.launch.model_copy(update=alone)
             inference = config.inference.model_copy(update={"replicas": 1})
             config = config.model_copy(update={"launch": launch, "inference": inference})
         engine = choose_engine(config)
@@ -142,7 +135,7 @@ def _without_steps(config: ExperimentConfig, model_path: str, run_dir: RunDir) -
     content["evaluation"]["at_start"] = True
     try:
         return ExperimentConfig.model_validate(content)
-    except ValidationError as error:
+    except ValidationError as error:  # a folder whose name no run may have
         raise ConfigError(f"the configuration cannot be used for an evaluation: {problems_of(error)}") from error
 
 
@@ -177,10 +170,5 @@ def _report(outcome: RunOutcome, target: EvaluationTarget, run_dir: RunDir, outp
             lines.insert(0, f"always the most frequent answer: {result['majority_baseline']:.3f}")
         console.print(Text("\n".join(lines)), soft_wrap=True)
 
-    output.end(
-        exit_code=outcome.exit_code,
-        error=outcome.error,
-        summary=result,
-        show=None if result is None else show,
-    )
+    output.end(exit_code=outcome.exit_code, error=outcome.error, summary=result, show=None if result is None else show)
     return replace(outcome, summary=result)

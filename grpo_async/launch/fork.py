@@ -39,7 +39,6 @@ def run_fork(
     Args:
         parent_and_step: RUN@STEP; STEP may be latest or best.
         config: None: that of the parent.
-        gpus: see `launch`.
         overrides: as `--set`; without run.name in them the run is called PARENT-fork-1, -2, ...
 
     Raises:

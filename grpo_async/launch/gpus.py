@@ -188,7 +188,6 @@ def _fitting_transport(trainer: Sequence[str], workers: Sequence[str]) -> tuple[
 
 
 def gpus_of_a_server(config: ExperimentConfig, engine: EngineChoice) -> int:
-    """GPUs that one server takes: none on the CPU."""
     return config.inference.gpus_of_a_server(engine.engine) if engine.on_gpu else 0
 
 
@@ -209,11 +208,7 @@ class MemoryPlan:
 
 
 def plan_memory(config: ExperimentConfig, engine: EngineChoice, shares: GpuShares, gpu_bytes: int | None) -> MemoryPlan:
-    """Estimate what each process takes.
-
-    Args:
-        gpu_bytes: of the smallest GPU; None: there is none, or its size is not known.
-    """
+    """Estimate what each process takes. `gpu_bytes`: of the smallest GPU; None: there is none, or its size is not known."""
     options, model = config.inference.vllm, ModelSize.read(config.model.path)
     num_sharing = shares.most_servers_on_a_gpu if shares.shared and engine.engine == "vllm" else 0
     cache_mb = options.kv_cache_mb if engine.on_gpu else options.kv_cache_mb or CPU_CACHE_MB

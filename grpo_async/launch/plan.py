@@ -82,7 +82,6 @@ class ProcessPlan:
         return (*self.servers, *([] if self.trainer is None else [self.trainer]))
 
     def describe(self) -> str:
-        """The plan for humans; also the content of plan.txt."""
         assignment = self.assignment
         start = {
             "evaluation": "evaluation only",
@@ -253,7 +252,6 @@ def _servers(
     shares: GpuShares,
     servers: range,
 ) -> tuple[ProcessSpec, ...]:
-    """The servers of this machine, by their indices."""
     if not servers:
         return ()
     node, urls = assignment.node, assignment.server_urls
@@ -288,17 +286,14 @@ def _servers(
 
 
 def server_name(index: int, number: int) -> str:
-    """Name of one of `number` servers."""
     return "inference server" if number == 1 else f"inference server {index}"
 
 
 def server_log(index: int, number: int) -> str:
-    """Name of the log of one of `number` servers."""
     return "server.log" if number == 1 else f"server_{index}.log"
 
 
 def trainer_log(rank: int) -> str:
-    """Name of the log of the trainer on a machine."""
     return f"trainer_node{rank}.log" if rank else "trainer.log"
 
 
@@ -317,7 +312,6 @@ def _trainer(
     *,
     memory: str,
 ) -> ProcessSpec:
-    """torchrun with the ranks of this machine."""
     launch, node = config.launch, assignment.node
     environment = {
         **_environment(common, launch.trainer_threads, gpus),
@@ -325,10 +319,8 @@ def _trainer(
         "PYTHONHASHSEED": "0",
         ASSIGNMENT_VARIABLE: assignment.model_dump_json(),
     }
-    if (
-        gpus and assignment.transport != "ipc" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
-    ):  # ipc cannot share such memory
-        # micro-batches of many lengths otherwise leave holes that no tensor fits in
+    if gpus and assignment.transport != "ipc" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # micro-batches of many lengths otherwise leave holes that no tensor fits in; ipc cannot share such memory
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     options = {
         "--nnodes": node.count,

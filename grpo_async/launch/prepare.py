@@ -61,22 +61,13 @@ Of model.path, model.chat_template, loss.reference and data.train.path the conte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a run begins, and what `clear_run_dir` does before that.
+    """Where a run begins, and what `clear_run_dir` does before that."""
 
-    Args:
-        resume_step: None is the beginning.
-        resume_is_named: the user has named the step.
-        removes: the directory has an old run, or what a start that failed has left.
-        keeps_logs: its logs stay.
-        broken_steps: their checkpoints are damaged and newer than the one to resume from.
-        notes: what the user should know.
-    """
-
-    resume_step: int | None = None
-    resume_is_named: bool = False
-    removes: bool = False
+    resume_step: int | None = None  # None is the beginning
+    resume_is_named: bool = False  # by the user
+    removes: bool = False  # the directory has an old run, or what a start that failed has left
     keeps_logs: bool = False
-    broken_steps: tuple[int, ...] = ()
+    broken_steps: tuple[int, ...] = ()  # their checkpoints are damaged and newer than the one to resume from
     notes: tuple[str, ...] = ()
 
 
@@ -103,18 +94,19 @@ def check_start(config: ExperimentConfig, *, resume: str | None, clean: bool) ->
     steps = run_dir.checkpoint_steps()
     if resume is not None and (steps or resume != "latest"):
         return _resume(run_dir, config, resume)
-    if steps:
-        raise ConfigError(
-            f"the run directory {run_dir.root} already exists, with a checkpoint of step {steps[-1]}: "
-            "--resume continues it, --clean removes it first, a different run.name leaves it alone"
-        )
     if is_new:
         return Start()
-    _check_removable(run_dir, config)  # begin in the directory of a run without a checkpoint
-    if run_dir.has_steps():
+    if not steps:
+        _check_removable(run_dir, config)  # begin in the directory of a run without a checkpoint
+    if steps or run_dir.has_steps():
+        content = (
+            f"a checkpoint of step {steps[-1]}: --resume continues it"
+            if steps
+            else "trained steps but without a checkpoint"
+        )
         raise ConfigError(
-            f"the run directory {run_dir.root} already exists, with trained steps but without a checkpoint to continue from: "
-            "--clean removes it first, a different run.name leaves it alone"
+            f"the run directory {run_dir.root} already exists, with {content}; --clean removes it first, a different run.name "
+            "leaves it alone"
         )
     note = f"an earlier attempt in {run_dir.root} trained nothing: this run reuses the directory and keeps its logs"
     return Start(removes=True, keeps_logs=True, notes=(note,))

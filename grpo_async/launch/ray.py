@@ -105,13 +105,10 @@ class _Place(NamedTuple):
 
     def check_like(self, lead: _Place) -> None:
         """Raise ConfigError where this node has other versions than that of rank 0."""
-        if others := [
-            f"{name} {ours} -> {self.versions[name]}"
-            for name, ours in lead.versions.items()
-            if self.versions[name] != ours
-        ]:
+        if self.versions != lead.versions:
+            here, there = (", ".join(map(" ".join, place.versions.items())) for place in (self, lead))
             raise ConfigError(
-                f"other versions are installed on {self.host} than on the node with rank 0: {', '.join(others)}"
+                f"{self.host} has {here}, and the node with rank 0 {there}: install the same versions on both"
             )
 
 
@@ -125,11 +122,7 @@ class _RemoteChild(Child):
         self._problem: str | None = None
 
     def locate(self) -> _Place:
-        """Wait until it has looked around.
-
-        Raises:
-            ConfigError: its node lacks something that the run needs.
-        """
+        """Wait until it has looked around. Raises ConfigError: its node lacks something that the run needs."""
         try:
             place: _Place = ray.get(self.looked)
         except RayTaskError as error:
@@ -240,7 +233,6 @@ class Cluster:
     async def running(
         self, receive: Callable[[Mapping[str, Any]], None], warn: Callable[[str], None]
     ) -> AsyncIterator[None]:
-        """Processes end with their actors."""
         self._receive = receive
         yield
 
@@ -250,11 +242,8 @@ class Cluster:
         Raises:
             DeadlineError: there is no room for one that the run needs from its beginning.
         """
-        inference, launch, gpus = (
-            self.config.inference,
-            self.config.launch,
-            gpus_of_a_server(self.config, self.lead.engine),
-        )
+        inference, launch = self.config.inference, self.config.launch
+        gpus = gpus_of_a_server(self.config, self.lead.engine)
         child = self._start(
             self.server_names[index],
             trains=False,
@@ -283,7 +272,6 @@ class Cluster:
         return self._trainers
 
     def send(self, kind: str, **content: Any) -> None:
-        """Tell the trainer, now or when it connects."""
         self._trainers[0].actor.send.remote(kind, content)
 
     async def read_the_rest(self) -> None:
@@ -292,7 +280,6 @@ class Cluster:
     # ---- actors ----
 
     def _start(self, name: str, *, trains: bool, **options: Any) -> _RemoteChild:
-        """Ask Ray for a place for an actor."""
         variables = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
         actor = ray.remote(NodeActor).options(**options).remote(os.getcwd(), variables)
         self._actors.append(actor)
@@ -370,7 +357,6 @@ class NodeActor:
                 yield {"kind": "exited", "status": child.exited.result()}
 
     async def send(self, kind: str, content: Mapping[str, Any]) -> None:
-        """Tell the trainer."""
         await self._begun.wait()
         assert self._site is not None
         self._site.send(kind, **content)
@@ -383,13 +369,10 @@ def _cause(error: RayTaskError) -> Exception:
 
 def _resources(resources: Mapping[str, float]) -> str:
     """{"CPU": 2.0, "GPU": 1.0} -> "2 CPUs and 1 GPUs"."""
-    return (
-        " and ".join(f"{resources.get(name, 0):g} {name}s" for name in ("CPU", "GPU") if resources.get(name)) or "none"
-    )
+    return " and ".join(f"{resources[name]:g} {name}s" for name in ("CPU", "GPU") if resources.get(name)) or "none"
 
 
 def _wait_for(references: Sequence[Any], number: int, what: str, timeout_s: float) -> None:
-    """Wait until `number` of Ray's references are there."""
     ends_at = time.monotonic() + timeout_s
     while len(ray.wait(list(references), num_returns=number, timeout=_POLL_S)[0]) < number:
         if time.monotonic() > ends_at:

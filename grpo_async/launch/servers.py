@@ -64,7 +64,6 @@ class Servers:
 
     @property
     def children(self) -> list[Child]:
-        """Those that run."""
         return [server.child for server in self._all if server.child is not None and server.child.is_running]
 
     def stop_restarting(self) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.launch.children import Child, Children
-from grpo_async.launch.control import ControlServer
 from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes
-from grpo_async.launch.watcher import Watcher
 from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.control import ControlServer
+from grpo_async.processes.heartbeat import Watcher
 from grpo_async.processes.machine import free_ports
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.concurrency import in_background
@@ -35,7 +35,6 @@ class LocalSite:
     def lay_out(
         self, engine: EngineChoice, assignment: Assignment, token: str | None, notes: Sequence[str]
     ) -> ProcessPlan:
-        """Plan the whole run."""
         config, inference = self._config, self._config.inference
         ports = free_ports(inference.host, 0 if inference.urls else inference.max_replicas)
         assignment = assignment.model_copy(update={"server_urls": own_urls(config, inference.host, ports)})
@@ -44,7 +43,6 @@ class LocalSite:
 
     @property
     def server_names(self) -> Sequence[str]:
-        """Those of the plan."""
         assert self.plan is not None
         return [spec.name for spec in self.plan.servers]
 
@@ -52,7 +50,6 @@ class LocalSite:
     async def running(
         self, receive: Callable[[Mapping[str, Any]], None], warn: Callable[[str], None]
     ) -> AsyncIterator[None]:
-        """Processes may be started while the context is open; it ends them."""
         plan = self.plan
         assert plan is not None
         folder, private_dir = plan.assignment.attempt_dir, plan.assignment.private_dir
@@ -71,20 +68,16 @@ class LocalSite:
             yield
 
     async def spawn_server(self, index: int, num_restarts: int) -> Child:
-        """Start a server. `index`: among those of the plan."""
         assert self.plan is not None
         return await self._children.spawn(self.plan.servers[index], num_restarts=num_restarts)
 
     async def spawn_trainers(self) -> Sequence[Child]:
-        """Start torchrun with its ranks."""
         assert self.plan is not None
         assert self.plan.trainer is not None
         return [await self._children.spawn(self.plan.trainer)]
 
     def send(self, kind: str, **content: Any) -> None:
-        """Tell the trainer, now or when it connects."""
         self._control.send(kind, **content)
 
     async def read_the_rest(self) -> None:
-        """Wait until all that ended processes have said was received."""
         await self._control.read_the_rest(_LAST_MESSAGES_TIMEOUT_S)

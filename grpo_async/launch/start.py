@@ -50,8 +50,7 @@ from grpo_async.utils.text import clipped, last_line
 
 _CPUS_OF_A_GPU, _GPU_BYTES = 12, 80 << 30  # of a machine that a dry run imagines
 _REPORT_TIMEOUT_S = 120.0
-_REPORT_TIMEOUT_AFTER_STOP_S = 15.0
-"""After a signal: a scheduler's SIGKILL follows soon (docs/howto/slurm.md plans with a minute more than the stop)."""
+_REPORT_TIMEOUT_AFTER_STOP_S = 15.0  # a scheduler's SIGKILL follows soon (docs/howto/slurm.md)
 _EARLY = ("no-steps", "too-early")
 _MAX_PROBLEM = 400  # characters of what the report's process said
 
@@ -72,15 +71,13 @@ def launch(
         clean: remove an old run of the same name first.
         dry_run: check, print the plan and the resolved configuration, start and write nothing.
         gpus: plan the dry run for a machine with so many of 80 GB; None: for this one.
-        output: where and how much it prints; None: everything, as a dashboard on a terminal and as lines elsewhere.
 
     Returns:
         The exit code: 0 finished, 1 failed (the cause is on stderr), 130 after SIGINT, 143 after SIGTERM, SIGHUP or SIGQUIT.
 
     Raises:
         ConfigError: the configuration, or something that it names, is wrong; nothing was started.
-        RunError: a child could not be started at all, the machine has no usable temporary folder, or another machine cannot take
-            part.
+        RunError: a child could not be started, or a cluster has no room.
     """
     output = output or Output()
     with output.reporting():
@@ -115,7 +112,6 @@ def _run_dry(config: ExperimentConfig, output: Output, *, resume: str | None, cl
 
 
 def _run(config: ExperimentConfig, output: Output, *, resume: str | None, clean: bool) -> int:
-    """Run on this machine alone until the end, and say how it was; returns the exit code."""
     check_start(config, resume=resume, clean=clean)  # before what takes seconds
     engine = choose_engine(config)
     config = fill_in_for_devices(config, engine, inspect_machine().gpus)
@@ -151,8 +147,7 @@ def lead_run(
     notes: Sequence[str],
     site: Site | None = None,
 ) -> RunOutcome:
-    """Carry out a run whose `config` was checked, in its run directory, which this process holds; `notes` are shown with the
-    plan. `site`: None is this machine."""
+    """Carry out a run whose `config` was checked, in its run directory, which this process holds. `site`: None is this machine."""
     run_dir = RunDir(config.run_path.absolute())
     with writing(run_dir):
         run_dir.create(dump_config(config))
@@ -211,15 +206,10 @@ class Advisor(View):
         self._last: Diagnosis | None = None
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
-        if event == "evaluation" or (event == "step" and self._is_due(fields["step"])):
-            self._tell()
-
-    def _is_due(self, step: int) -> bool:
-        if not self._every_steps:
-            return False
-        return step % self._every_steps == 0 or self._last is None or self._last.key in _EARLY
-
-    def _tell(self) -> None:
+        is_early = self._last is None or self._last.key in _EARLY
+        is_due = event == "step" and self._every_steps and (fields["step"] % self._every_steps == 0 or is_early)
+        if event != "evaluation" and not is_due:
+            return
         diagnosis = diagnose(RunHistory.read(self._run_dir))
         is_news = self._last is None or diagnosis.key not in _EARLY or diagnosis.key != self._last.key
         if is_news and diagnosis != self._last:
@@ -264,8 +254,7 @@ def report_end(outcome: RunOutcome, run_dir: RunDir, output: Output, *, report: 
 
 
 def _write_report(run_dir: RunDir, exit_code: int) -> str | None:
-    """Write the report; returns why there is none. A child writes it: reading a large store takes memory and may fail in a library,
-    and neither is to touch the end of the run. An exception in this process (a signal) ends the child, too."""
+    """Write the report in a child, whose memory and failures do not touch the end of the run; returns why there is none."""
     timeout_s = _REPORT_TIMEOUT_S if exit_code in (0, 1) else _REPORT_TIMEOUT_AFTER_STOP_S
     command = (sys.executable, "-m", "grpo_async", "report", str(run_dir.root))
     try:  # in its own session: a Ctrl-C now is for this process, which then ends the child

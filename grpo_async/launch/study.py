@@ -9,15 +9,15 @@ finished.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from signal import Signals
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from rich.console import Console
@@ -32,7 +32,6 @@ from grpo_async.errors import USER_ERROR, ConfigError
 from grpo_async.findings.study import STUDY_FILE, Setting, Study, StudyPlan, run_name
 from grpo_async.launch.signals import ENDING, exit_code_of, handling
 from grpo_async.run_directory import RunDir
-from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.files import read_object, write_atomically
 from grpo_async.utils.processes import die_with_parent
 from grpo_async.utils.run_state import FINISHED, state_of
@@ -49,19 +48,11 @@ def run_study(
     overrides: Sequence[str] = (),
     *,
     num_seeds: int = 3,
-    parallel: int = 1,
     out: Path | None = None,
     tolerance: float = 0.05,
     output: Output | None = None,
 ) -> int:
-    """Do the runs that have not finished yet, and show the table; call it from the main thread.
-
-    Args:
-        vary: one axis each: KEY=[VALUE, ...], or NAME={LABEL: {KEY: VALUE, ...}, ...}.
-        overrides: for all runs, as `--set` of `train`.
-        parallel: runs at once.
-        out: the folder of the study; None: NAME.study next to the run.
-        tolerance: how much less held-out reward than that of the best setting is still safe.
+    """Do the runs that have not finished yet, and show the table; call it from the main thread. Arguments: see cli.train.
 
     Returns:
         The exit code: 0 all runs finished, 1 some failed, 130 or 143 after a signal.
@@ -81,17 +72,13 @@ def run_study(
         todo = [run for run in plan.runs() if not _has_finished(RunDir(out / run[0]))]
         output.say(f"{out}: {count(len(list(plan.runs())), 'run')}, {len(todo)} of them to do")
         with handling(runner.stop, *ENDING):
-            asyncio.run(runner.run_all(todo, parallel))
+            runner.run_all(todo)
         study = Study.read(out)
         assert study is not None
         has_failed = any(setting.errors for setting in study.settings)
         exit_code = int(has_failed) if runner.stopped_by is None else exit_code_of(runner.stopped_by)
-        output.end(
-            exit_code=exit_code,
-            error=None,
-            summary=study.as_json(),
-            show=lambda console: print_study(console, study, out),
-        )
+        show = partial(print_study, study=study, out=out)
+        output.end(exit_code=exit_code, error=None, summary=study.as_json(), show=show)
         return exit_code
 
 
@@ -104,11 +91,7 @@ def plan_study(
     num_seeds: int,
     tolerance: float,
 ) -> StudyPlan:
-    """Return the runs of a study; every setting has been validated.
-
-    Raises:
-        ConfigError: an axis is wrong, or a setting of it.
-    """
+    """Return the runs of a study; every setting has been validated."""
     if base.evaluation is None:
         raise ConfigError(f"{config}: a study compares held-out rewards; give the section `evaluation`")
     if not 1 <= len(vary) <= _MAX_AXES:
@@ -191,7 +174,7 @@ def _has_finished(run: RunDir) -> bool:
 
 
 class _Runner:
-    """Does runs, several at once. `stopped_by`: the signal after which no more are started."""
+    """Does runs, one after the other. `stopped_by`: the signal after which no more are started."""
 
     def __init__(self, config: Path, overrides: Sequence[str], out: Path, output: Output) -> None:
         self.stopped_by: Signals | None = None
@@ -199,61 +182,51 @@ class _Runner:
         self._overrides = overrides
         self._out = out
         self._output = output
-        self._running: set[Process] = set()
+        self._running: Popen[bytes] | None = None
 
     def stop(self, number: Signals) -> None:
-        """Pass a signal on: each run saves a checkpoint, from which the study goes on."""
+        """Pass a signal on: the run saves a checkpoint, from which the study goes on."""
         self.stopped_by = self.stopped_by or number
-        for process in self._running:
-            process.send_signal(number)
+        if self._running is not None:
+            self._running.send_signal(number)
 
-    async def run_all(self, todo: Sequence[tuple[str, Sequence[str], int]], parallel: int) -> None:
+    def run_all(self, todo: Sequence[tuple[str, Sequence[str], int]]) -> None:
         """Raises ConfigError: `train` refuses the configuration for what only it can see (files, models, memory)."""
-        waiting, num_done, began = list(todo), 0, time.monotonic()
+        began = time.monotonic()
+        for number, (name, changes, seed) in enumerate(todo, 1):
+            if self.stopped_by is not None:
+                break
+            how = self._run(name, [*changes, f"run.seed={seed}"])
+            left_s = (time.monotonic() - began) / number * (len(todo) - number)
+            left = f"; about {duration(round(left_s))} left" if left_s else ""
+            self._output.say(f"{number} of {len(todo)}: {name}: {how}{left}")
 
-        async def work() -> None:
-            nonlocal num_done
-            while waiting and self.stopped_by is None:
-                name, changes, seed = waiting.pop(0)
-                how = await self._run(name, [*changes, f"run.seed={seed}"])
-                num_done += 1
-                left_s = (time.monotonic() - began) / num_done * (len(todo) - num_done)
-                left = f"; about {duration(round(left_s))} left" if left_s else ""
-                self._output.say(f"{num_done} of {len(todo)}: {name}: {how}{left}")
-
-        await all_of([work() for _ in range(parallel)])
-
-    async def _run(self, name: str, changes: Sequence[str]) -> str:
+    def _run(self, name: str, changes: Sequence[str]) -> str:
         """Do one run, from its checkpoint if it has one; return how it ended."""
         run = RunDir(self._out / name)
         words = set_options([*self._overrides, *changes, f"run.name={name}", f"run.dir={self._out}"])
         begin = ["--resume", "latest"] if run.checkpoint_steps() else ["--clean"]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "grpo_async", "train", str(self._config), *words, *begin, "--quiet"),
+        with Popen(
+            [sys.executable, "-m", "grpo_async", "train", str(self._config), *words, *begin, "--quiet"],
             stdin=DEVNULL,
             stdout=DEVNULL,
             stderr=PIPE,
             preexec_fn=die_with_parent,  # the kill of a study leaves no run behind
             start_new_session=True,  # a Ctrl-C is for this process, which passes it on once
-        )
-        self._running.add(process)
-        if self.stopped_by is not None:  # while the process was being started
-            process.send_signal(self.stopped_by)
-        try:
+        ) as process:
+            self._running = process
+            if self.stopped_by is not None:  # while the process was being started
+                process.send_signal(self.stopped_by)
             assert process.stderr is not None
-            errors = await process.stderr.read()  # a run takes as long as it takes, and has deadlines of its own
-            await process.wait()
-        finally:
-            self._running.discard(process)
-            if process.returncode is None:
-                process.terminate()
+            errors = process.stderr.read().decode(errors="replace")  # a run takes as long as it takes
+        self._running = None
         if process.returncode == USER_ERROR:
-            raise ConfigError(f"{name}: {errors.decode(errors='replace').strip()}")
+            raise ConfigError(f"{name}: {errors.strip()}")
         setting = Setting.of_runs([name], {0: run})
         if setting.errors:
             return f"failed: {setting.errors[0].splitlines()[0]}"
         if process.returncode:
-            return last_line(errors.decode(errors="replace")) or f"exit code {process.returncode}"
+            return last_line(errors) or f"exit code {process.returncode}"
         if not setting.rewards:
             return "finished, without a held-out reward"
         seconds = "" if setting.seconds is None else f", {setting.seconds:.0f} s of training"
@@ -261,7 +234,6 @@ class _Runner:
 
 
 def print_study(console: Console, study: Study, out: Path) -> None:
-    """Print the table, why runs failed, and the advice."""
     head, rows = study.table()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for at, name in enumerate(head):

@@ -1,7 +1,7 @@
 """Runs a plan to its end: starts the children, shows what they report, and leaves no process behind however it ends.
 
     waits for   the first of: trainer exit, loss of the servers (launch.servers restarts them), a process without a sign of life
-                (launch.watcher), a run without progress (trainer.progress), a run directory that is gone, a signal
+                (processes.heartbeat), a run without progress (trainer.progress), a run directory that is gone, a signal
     outcome     trainer exits 0 with a summary -> 0; anything ends too early -> 1, with who, how and the end of its log;
                 SIGINT -> 130, SIGTERM, SIGHUP, SIGQUIT -> 143, after a checkpoint when the trainer manages in time
 
@@ -81,9 +81,8 @@ class RunOutcome:
 def lost_run_dir(assignment: Assignment) -> str | None:
     """Look whether the run directory is still there; return what happened and what to do, or None."""
     try:
-        os.stat(
-            attempt_config(assignment.attempt_dir)
-        )  # the directory itself may survive `rm -rf`: status.json is written meanwhile
+        # the directory itself may survive `rm -rf`: status.json is written meanwhile
+        os.stat(attempt_config(assignment.attempt_dir))
     except (FileNotFoundError, NotADirectoryError):
         return (
             f"the run directory {assignment.run_dir.root} was deleted or renamed during the run; rename it back and continue with "
@@ -101,8 +100,6 @@ def supervise(config: ExperimentConfig, assignment: Assignment, display: Display
 
 
 class Supervisor:
-    """One run of one plan."""
-
     _trainers: Sequence[Child]
     _training: asyncio.Task[Child | None]
 
@@ -122,7 +119,6 @@ class Supervisor:
         self._can_save = False
 
     async def run(self) -> RunOutcome:
-        """Start, watch, end."""
         async with AsyncExitStack() as stack:
             stack.enter_context(self._signals.installed())
             site = self._site.running(self._on_message, self._display.warning)
@@ -213,7 +209,6 @@ class Supervisor:
         return f"{cause}\nlog: {failed.log}"
 
     def _explain(self) -> str | None:
-        """Which rank failed first, on any machine."""
         cause = explain(self._ends)
         if cause is None:
             return None
@@ -267,7 +262,7 @@ class Supervisor:
 
 
 async def _first_failure(children: Sequence[Child]) -> Child | None:
-    """Wait until all have ended with success (None), or one without."""
+    """Wait until all have ended with success (None), or return the first without."""
     running = {child.exited for child in children}
     while running:
         _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)  # as long as the run takes

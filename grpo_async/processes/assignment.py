@@ -28,7 +28,6 @@ class Node(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def is_alone(self) -> bool:
-        """Return whether the run has one machine only."""
         return not self.own_address
 
 
@@ -61,7 +60,6 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def control_socket(self) -> Path:
-        """Socket of the launcher (processes.control)."""
         return self.private_dir / "control"
 
     @property
@@ -71,11 +69,7 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
 
     @classmethod
     def from_environment(cls) -> Assignment:
-        """Read the variable, and torchrun's.
-
-        Raises:
-            ConfigError: it is missing or is nonsense (the trainer was started by hand).
-        """
+        """Read the variable, and torchrun's. Raises ConfigError: it is missing or nonsense (the trainer was started by hand)."""
         env = os.environ
         try:
             given = cls.model_validate_json(env[ASSIGNMENT_VARIABLE])

@@ -12,12 +12,12 @@
     launcher -> trainer   {"kind": "stop"}
                           {"kind": "server_event", "index": 0, "event": "exited", "detail": "...", "num_restarts": 1}
 
-`event` is an inference.fleet.ServerEvent. `num_restarts` is how often the server was restarted, as far as the sender knows. This is
-the trainer's end; launch.control has the launcher's.
+`event` is an inference.fleet.ServerEvent. `num_restarts` is how often the server was restarted, as far as the sender knows.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import json
@@ -27,7 +27,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ _HANG_UP_TIMEOUT_S = 10.0
 """For the launcher to have read them."""
 _CONNECT_TIMEOUT_S = 5.0
 _ABOUT_A_SERVER = ("server_serving", "restart_server")
-
-ServerEventListener = Callable[[Mapping[str, Any]], None]
+_LINE_LIMIT = 64 * 2**20  # bytes; asyncio's default of 64 KiB is less than a long traceback
+_BARRIER = "barrier"
 
 
 def encode(kind: str, content: Mapping[str, Any]) -> bytes:
@@ -71,7 +71,7 @@ class ControlClient:
             self._writer.start()
             atexit.register(self.close)  # daemon threads die with the interpreter; the summary must not
 
-    def listen(self, listener: ServerEventListener) -> None:
+    def listen(self, listener: Callable[[Mapping[str, Any]], None]) -> None:
         """Call `listener` with each `server_event`, in order, those that came before included."""
         threading.Thread(target=self._deliver, args=(listener,), name="server-events", daemon=True).start()
 
@@ -127,7 +127,7 @@ class ControlClient:
         if not self._closed:
             self.stop_requested.set()
 
-    def _deliver(self, listener: ServerEventListener) -> None:
+    def _deliver(self, listener: Callable[[Mapping[str, Any]], None]) -> None:
         while True:  # a daemon thread
             message = self._server_events.get()
             self._num_restarts[int(message["index"])] = int(message.get("num_restarts", 0))
@@ -143,3 +143,74 @@ class ControlClient:
             except OSError:
                 self.stop_requested.set()
                 return
+
+
+class ControlServer:
+    """Launcher's end, an async context manager. `on_message` is called in the event loop for every message of the trainer's
+    processes, those of each in order; `on_broken` gets a sentence when the channel breaks."""
+
+    def __init__(
+        self, path: Path, on_message: Callable[[Mapping[str, Any]], None], on_broken: Callable[[str], None]
+    ) -> None:
+        self._path = path
+        self._on_message = on_message
+        self._on_broken = on_broken
+        self._readers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._all_accepted = asyncio.Event()
+        self._lines: list[bytes] = []  # all that was sent, for a trainer that connects later
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_unix_server(self._accept, self._path, limit=_LINE_LIMIT)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for reader, writer in self._readers.items():
+            reader.cancel()
+            writer.transport.abort()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Tell the trainer, now or when it connects; see the module. "stop": finish the step, save a checkpoint and end."""
+        line = encode(kind, content)
+        self._lines.append(line)
+        for writer in self._readers.values():
+            writer.write(line)
+
+    async def read_the_rest(self, timeout_s: float) -> None:
+        """Wait until everything that ended clients have sent was handled, `timeout_s` at most. A connection of our own comes after
+        those that have not even been accepted."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                _, own = await asyncio.open_unix_connection(self._path)
+                own.write(encode(_BARRIER, {}))
+                await self._all_accepted.wait()
+                own.close()
+                while self._readers:
+                    await asyncio.wait(self._readers)  # timeout_s at most
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.writelines(self._lines)
+        task = asyncio.create_task(self._read(reader, writer))
+        self._readers[task] = writer
+        task.add_done_callback(self._readers.pop)
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while line := await reader.readline():  # until the trainer hangs up, or cancelled with the run
+                message = json.loads(line)
+                if message["kind"] == BYE:
+                    break
+                if message["kind"] == _BARRIER:
+                    self._all_accepted.set()
+                else:
+                    self._on_message(message)
+        except (
+            ConnectionError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ) as error:  # half a line, one over the limit, or an unknown one
+            self._on_broken(f"the control channel broke: {error!r}")  # without a word the trainer would stop
+        finally:
+            writer.transport.abort()

@@ -35,17 +35,12 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """This machine, as the plan sees it."""
     gpus, gpu_bytes = find_gpus()
     return Machine(num_cpus=usable_cpus(), gpus=gpus, gpu_bytes=gpu_bytes)
 
 
 def free_ports(host: str, count: int) -> tuple[int, ...]:
-    """`count` different ports that nobody listens on at `host` now.
-
-    Raises:
-        ConfigError: `host` is not an address of this machine.
-    """
+    """`count` different ports that nobody listens on at `host` now. Raises ConfigError: it is no address of this machine."""
     ports = []
     with ExitStack() as held:  # all at once: a port that was let go may be given out again
         for _ in range(count):
@@ -133,7 +128,6 @@ def has_gpu_devices() -> bool:
 
 
 def is_torch_for_cpus() -> bool:
-    """Whether the installed torch can use no GPU."""
     return is_cpu_build(importlib.metadata.version("torch"))
 
 

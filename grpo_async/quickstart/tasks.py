@@ -60,7 +60,6 @@ class Demonstration:
 
     @classmethod
     def of(cls, prompt: str, text: str) -> Demonstration:
-        """A single turn without calls."""
         return cls(prompt=prompt, turns=(Turn(text=text),))
 
 
@@ -113,7 +112,6 @@ class Task:
         return [item for item in self.items() if not is_held_out(self.key(item))]
 
     def held_out_items(self) -> Sequence[Any]:
-        """What is evaluated on."""
         return [item for item in self.items() if is_held_out(self.key(item))]
 
     def vocabulary(self) -> Iterator[str]:

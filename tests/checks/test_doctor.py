@@ -11,25 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_async.checks import doctor
-from grpo_async.checks.doctor import check_vllm, run_doctor
+from grpo_async.checks.doctor import check_vllm
 from grpo_async.checks.report import run_check
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-def test_this_machine_is_looked_at_and_nothing_breaks() -> None:
-    checks = run_doctor()
-    assert {check.name for check in checks} == {
-        "python",
-        "gpus",
-        "torch",
-        "vllm",
-        "limits",
-        "disk",
-        "shared memory",
-        "sandbox",
-    }
-    assert [check for check in checks if not check.detail or "Error" in check.detail] == []
 
 
 def test_it_runs_without_torch_and_transformers() -> None:
@@ -51,15 +36,13 @@ main(["doctor"])
     assert done.returncode == 1, done.stderr  # torch is there by its metadata and cannot be imported
     lines = {" ".join(line.split()[:2]): line for line in done.stdout.splitlines()}
     assert "cannot be imported (No module named 'torch')" in lines["fail torch"]
-    assert "pass disk" in lines or "warn disk" in lines
+    assert "pass limits" in lines or "warn limits" in lines
 
 
-@pytest.mark.parametrize(("free", "disk", "shared"), [(100 << 20, "warn", "warn"), (2 << 30, "warn", "pass")])
-def test_a_full_disk_and_a_small_shared_memory_are_reported(
-    monkeypatch: pytest.MonkeyPatch, free: int, disk: str, shared: str
-) -> None:
+@pytest.mark.parametrize(("free", "shared"), [(100 << 20, "warn"), (2 << 30, "pass")])
+def test_a_small_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch, free: int, shared: str) -> None:
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    assert (doctor.check_disk()[0], doctor.check_shared_memory()[0]) == (disk, shared)
+    assert doctor.check_shared_memory()[0] == shared
 
 
 SMI_LINE = "0, NVIDIA H100 80GB HBM3, 570.86.15, 81559\n"

@@ -81,16 +81,6 @@ def test_a_function_that_ends_or_holds_its_process_does_not_hold_up_the_check(fu
     assert problem in "\n".join(_report(_reward(function, timeout_s=0.5), code=1)["problems"])
 
 
-@pytest.mark.parametrize(
-    "function",
-    ["math:math_answer", "text:exact_match", "format:think_format"],
-)
-def test_the_shipped_rewards_pass(function: str) -> None:
-    report = _report({"function": f"grpo_async.rewards.{function}"})
-    assert report["scores"]["right answer"]["lowest"] == 1.0
-    assert report["scores"]["garbage"]["highest"] == 0.0
-
-
 @pytest.mark.parametrize("run_in", ["thread", "process"])
 def test_what_a_function_prints_does_not_get_into_the_report_and_no_heavy_library_is_loaded(run_in: str) -> None:
     Path("x.yaml").write_text(f"{CONFIG}rewards: {json.dumps([_reward('prints', run_in=run_in)])}\n", encoding="utf-8")

@@ -145,25 +145,6 @@ def test_validate_prints_a_configuration_and_the_plan(config: str) -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["resolved.yaml", "x.yaml"]  # nothing was made
 
 
-@pytest.mark.parametrize(
-    ("engine", "target"),
-    [
-        ("vllm", "grpo_async.servers.vllm.command.serve_vllm"),
-        ("embedded", "grpo_async.servers.embedded.main.serve_embedded"),
-    ],
-)
-def test_a_server_gets_its_configuration_and_port(
-    config: str, monkeypatch: pytest.MonkeyPatch, engine: str, target: str
-) -> None:
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(target, lambda config, port: calls.append((config.run.name, port)))
-    command = f"serve-{engine}"
-    assert _invoke(command, config, "--port", "8001", "--set", "run.name=other").exit_code == 0
-    assert _invoke(command, config).exit_code == 0
-    assert _invoke(command, config, "--port", "70000").exit_code == 2
-    assert calls == [("other", 8001), ("demo", 8000)]
-
-
 @pytest.mark.parametrize("given", ["", "mine"])
 def test_a_server_started_by_hand_is_never_without_a_token(
     config: str, monkeypatch: pytest.MonkeyPatch, given: str

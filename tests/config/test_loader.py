@@ -146,6 +146,14 @@ def test_a_variable_of_a_base_that_is_replaced_need_not_be_set(tmp_path: Path, m
     assert load_config(_write(tmp_path, "extends: base.yaml\nmodel: {path: own}\n")).model.path == "own"
 
 
+def test_a_home_folder_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    overrides = ["run.dir=~/runs", "model.path=~/m", "loss.reference=~/r", "loss.beta=1"]
+    config = load_config(_write(tmp_path, MINIMAL), overrides)
+    assert config.run.dir == Path("/home/me/runs")
+    assert (config.model.path, config.loss.reference) == ("/home/me/m", "/home/me/r")
+
+
 def test_overrides_take_precedence_and_are_read_as_yaml(tmp_path: Path) -> None:
     overrides = [
         *("optimizer.lr=1e-5", "rewards.0.weight=2", "evaluation.data={type: parquet, path: e.csv}"),
@@ -200,18 +208,14 @@ def test_required_keys_are_asked_for_where_they_would_stand(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("added", "expected"),
     [
-        ("optim: {}", "unknown key 'optim'; did you mean 'optimizer'?"),
         ("actor_rollout_ref: {rollout: {n: 8}}", "unknown key 'actor_rollout_ref.rollout.n'; here it is 'rollout.group_size'"),
         ("rollout: {lr: 1}", "unknown key 'rollout.lr'; did you mean 'optimizer.lr'?"),
-        ("rollout: {zzz: 1}", "unknown key 'rollout.zzz'"),
-        ("rollout: {temperature: null}", "rollout.temperature: input should be a valid number (got null)"),
         ("rollout: [1]", "rollout: input should be a mapping of keys (got a list)"),
         ("loss: {reference: 12}", "loss.reference: input should be a valid string (got 12); put it in quotes"),
         (
             "inference: {engine: vlm}",
             "inference.engine: input should be 'auto', 'vllm' or 'embedded' (got 'vlm'); did you mean 'vllm'?",
         ),
-        ("optimizer: {betas: [0.9]}", "optimizer.betas.1: this key is required"),
         (
             "evaluation: {data: {type: jsnl, path: x}}",
             "evaluation.data.type: input should be one of 'jsonl', 'parquet', 'hub', 'generator', "
@@ -222,17 +226,11 @@ def test_required_keys_are_asked_for_where_they_would_stand(tmp_path: Path) -> N
             "evaluation: {data: {path: x, subset: y}}",
             "unknown key 'evaluation.data.subset' of type 'jsonl'; it belongs to type 'hub'",
         ),
-        ("evaluation: {data: x.jsonl}", "evaluation.data: input should be a mapping of keys (got 'x.jsonl')"),
         ("rollout: !mine x", "not valid YAML: could not determine a constructor for the tag '!mine'"),
-        ("rollout: {<<: {group_size: 2}}", "unknown key 'rollout.<<.group_size'; did you mean 'rollout.group_size'?"),
-        ("rollout: {? [1] : 2}", "unknown key 'rollout.?'"),
         ("loss: {reference: ~nobody-of-this-name/x}", "loss.reference: there is no home folder for ~nobody-of-this-name; write the "
          "whole path"),
-        ("optimizer: {lr: .inf}", "optimizer.lr: input should be a finite number (got inf)"),
         ("tools: [{function: my.module.name}]", "tools.0.function: 'my.module.name' is not written module:attribute, with a colon; "
          "did you mean 'my.module:name'?"),
-        ("optimizer: {schedule_arguments: {}}", "unknown key 'optimizer.schedule_arguments'; did you mean "
-         "'schedule_kwargs'?"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_explained(tmp_path: Path, added: str, expected: str) -> None:
@@ -256,14 +254,6 @@ def test_a_file_that_cannot_be_read_names_the_line(tmp_path: Path, content: byte
     assert problem.startswith(told)
 
 
-def test_a_home_folder_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    overrides = ["run.dir=~/runs", "model.path=~/m", "loss.reference=~/r", "loss.beta=1"]
-    config = load_config(_write(tmp_path, MINIMAL), overrides)
-    assert config.run.dir == Path("/home/me/runs")
-    assert (config.model.path, config.loss.reference) == ("/home/me/m", "/home/me/r")
-
-
 def test_a_rule_points_at_a_setting_that_is_written_the_override_first(tmp_path: Path) -> None:
     (problem,) = _problems(_write(tmp_path, MINIMAL + "rollout:\n  max_completion_tokens: 4000\n"))
     assert problem.startswith("x.yaml:6: rollout.max_completion_tokens: 4000 leaves no room for a prompt in")
@@ -279,14 +269,9 @@ def test_a_rule_points_at_a_setting_that_is_written_the_override_first(tmp_path:
     ("override", "expected"),
     [
         ("optimizer", "an override is written section.key=value"),
-        ("optimizer..lr=3", "an override is written section.key=value"),
         ("group_size=3", "unknown key 'group_size'; did you mean 'rollout.group_size'?"),
-        ("temperature=3", "unknown key 'temperature'; did you mean 'rollout.temperature'?"),
         ("optimizer.lr.x=3", "optimizer.lr: input should be a valid number (got a mapping)"),
         ("rewards.1.weight=2", "the list has no entry '1', only 1, counted from 0"),
-        ("rewards.²=1", "the list has no entry '²', only 1, counted from 0"),
-        ("rewards.0.wieght=2", "unknown key 'rewards.0.wieght'; did you mean 'weight'?"),
-        ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2 (got 1)"),
         ("rollout={group_sise: 3}", "unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
         ("run.name=${NOT_SET}", "run.name: the environment variable 'NOT_SET' is not set; set it or write ${NOT_SET:-default}"),
     ],

@@ -52,7 +52,6 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"loss": CENTERED, "training": {"num_iterations": 2}}, "known for sampled tokens only"),
         ({"loss": CENTERED, "rollout_function": {"function": "a:b"}}, "loss.score_centering does not go with rollout_function"),
         ({"loss": CENTERED, "rollout": {"top_p": 0.9}}, "loss.score_centering does not go with rollout.top_p: it compares"),
-        ({"loss": {"score_centering": 129}}, "less than or equal to 128"),
         ({"loss": {"reference": "models/base"}}, "loss.reference: models/base needs loss.beta"),
         ({"training": {"minibatches": 3}, "rollout": {"groups_per_step": 2}}, "training.minibatches: 3 is more than rollout"),
         ({"loss": {"delta": 1.2}}, "delta: 1.2 is not more than 1 + epsilon_high = 1.28"),
@@ -93,7 +92,6 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"rollout": {"top_p": 0.9}, "loss": {**TOKEN_WEIGHTS, "off_policy_mask": 0.1}},
             "loss.off_policy_mask: 0.1 does not go with rollout.top_p: 0.9",
         ),
-        ({"rollout": {"top_p": 0.001}}, "greater than or equal to 0.01"),
         ({"rollout": {"structured_outputs": {"choice": ["a"]}}}, "rollout.structured_outputs samples from another distribution"),
         ({"evaluation": {"structured_outputs": {}}}, "what may be sampled is one of json_schema, regex, choice, grammar"),
         (
@@ -105,7 +103,6 @@ def _config(**sections: Any) -> ExperimentConfig:
             "structured_outputs needs inference.engine: vllm",
         ),
         # agents
-        ({"rollout": {"agent": {}}}, "an agent is one of function, command, environment; none of them is set"),
         ({"rollout": {"agent": {"function": "a:b", "command": ["x"]}}}, "environment; function and command are set"),
         ({"rollout": {"agent": {"command": ["x"], "arguments": {"a": 1}}}}, "arguments: a command has none"),
         ({"rollout": {"agent": {"function": "a:b", "host": "0.0.0.0"}}}, "no address that an agent could connect to"),
@@ -131,10 +128,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"inference": {"replicas": {"min": 3, "max": 2}}}, "min is 3 and max is 2; max is the larger one"),
         ({"inference": {"urls": ["http://a:1", "http://a:1"]}}, "named more than once"),
         ({"inference": {"urls": ["http://a:1/v1"]}}, "http://host:port"),
-        ({"inference": {"host": "a" * 64}}, "cannot be the name of a host"),
-        ({"inference": {"urls": ["http://::1:8000"]}}, "http://host:port"),
         ({"inference": {"urls": ["http://user:key@host:1"]}}, "http://host:port"),
-        ({"inference": {"host": "localhost:8000"}}, "inference.host"),
         ({"weights": {"host": "gpu..cluster"}}, "'gpu..cluster' cannot be the name of a host"),
         (
             {"inference": {"urls": ["http://10.0.0.7:8000"]}, "weights": {"host": "127.0.0.1"}},
@@ -146,7 +140,6 @@ def _config(**sections: Any) -> ExperimentConfig:
         ),
         ({"inference": {"vllm": {"extra_args": ["--port", "1"]}}}, "--port cannot be set here"),
         ({"inference": {"vllm": {"extra_args": ["-tp", "4"]}}}, "-tp cannot be set here: see inference.vllm.tensor"),
-        ({"inference": {"vllm": {"extra_args": ["--quantization=fp8"]}}}, "--quantization cannot be set here"),
         ({"inference": {"vllm": {"extra_args": ["--pipeline_parallel_size", "2"]}}}, "see inference.vllm.pipeline_paral"),
         # evaluation, and the checkpoints that are kept by it
         (
@@ -182,7 +175,6 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"evaluation": {"data": JSONL}}, "data.held_out does not go with evaluation.data"),
         # data
         ({"data": {"train": JSONL, "held_out": 1.5}}, "1.5 is neither a fraction (below 1) nor a whole number of rows"),
-        ({"rewards": [{"function": "a:b"}, {"function": "c:b"}]}, "the reward names ['b'] are used more than once"),
         ({"evaluation": {"data": [{**JSONL, "weight": 2}]}}, "evaluation.data.0: weight, temperature and group_size"),
         ({"evaluation": {"temperature": 1e-6}}, "less than 0.01, to which vLLM would raise it"),
         ({"data": {"train": JSONL, "sampling": {"target": 0.3}}}, "target: 0.3 has no effect with type: uniform"),
@@ -215,15 +207,12 @@ def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any]
         {"rollout": {"top_p": 0.95}, "loss": {"type": "custom", "function": "a:b"}},
         {"evaluation": {"repetition_penalty": 1.1, "structured_outputs": {"json_schema": {"type": "object"}}}},
         {"rollout": {"structured_outputs": {"regex": "[0-9]+"}}, "loss": TOKEN_WEIGHTS},
-        {"loss": {"delta": 1.29}},
         {
             "weights": {"host": "10.0.0.1"},
             "inference": {"urls": ["https://a:1", "http://b:2"]},
         },
         {"inference": {"vllm": {"sleep_while_training": True}}, "rollout": {"max_staleness": 0}},
-        {"inference": {"vllm": {"extra_args": ["--swap-space=4"]}}},
         {"rollout": {"agent": {"function": "a:b", "arguments": {"x": 1}}}, "rewards": []},
-        {"rollout": {"agent": {"command": ["x"], "memory_mb": 64}}},
     ],
 )
 def test_its_neighbors_are_allowed(sections: dict[str, Any]) -> None:

@@ -87,38 +87,6 @@ MAPPED = '''
         main()
 '''
 
-ENVIRONMENT = """
-    from datasets import Dataset
-    from peft import LoraConfig
-    from trl import GRPOConfig, GRPOTrainer
-
-    class Counter:
-        def reset(self, **kwargs):
-            self.count = 0
-
-        def add(self, number: int) -> int:
-            '''Add a number.
-
-            Args:
-                number: what to add
-            '''
-            self.count += number
-            return self.count
-
-    def count(environments, **kwargs):
-        return [float(each.count) for each in environments]
-
-    GRPOTrainer(
-        "org/small",
-        count,
-        GRPOConfig(importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4, mask_truncated_completions=True),
-        Dataset.from_dict({"prompt": [[{"role": "user", "content": "Count."}]] * 8}),
-        environment_factory=Counter,
-        peft_config=LoraConfig(r=32, lora_alpha=16, target_modules="all-linear", bias="none", use_dora=True),
-        callbacks=[print],
-    ).train()
-"""
-
 PARSED = """
     from datasets import load_dataset
     from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
@@ -206,19 +174,6 @@ def test_the_processes_of_accelerate_beside_the_script_are_ranks_here(tmp_path: 
     assert (config.rollout.group_size, config.rollout.groups_per_step) == (4, 48)  # 6 of each process
     assert "zero3.yaml: DEEPSPEED" in comments
     assert "multiply" not in comments
-
-
-def test_an_environment_adapters_and_a_ratio_of_sequences(tmp_path: Path) -> None:
-    config, comments, _ = _imported(tmp_path, ENVIRONMENT)
-    assert config.environments["Counter"].factory == "train_it_parts:Counter"
-    assert (config.loss.type, config.loss.reduction) == ("gspo", "grpo")
-    assert config.loss.epsilon_high == config.loss.epsilon == 3e-4  # type: ignore[union-attr]
-    assert config.rollout.overlong == "mask"
-    assert config.model.lora is not None
-    assert (config.model.lora.rank, config.model.lora.alpha) == (32, 16)
-    assert "use_dora" in comments
-    assert "callbacks" in comments
-    assert "bias" not in comments
 
 
 def test_settings_whose_values_are_others_here(tmp_path: Path) -> None:

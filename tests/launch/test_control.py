@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.launch.control import ControlServer
-from grpo_async.processes.control import ControlClient
+from grpo_async.processes.control import ControlClient, ControlServer
 from tests.support.waiting import eventually
 
 LIMIT_S = 10.0

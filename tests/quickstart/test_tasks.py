@@ -7,9 +7,7 @@ import random
 
 import pytest
 
-from grpo_async.config.sections import ToolSection
-from grpo_async.quickstart.tasks import TASKS, TOOL, Task, text_of
-from grpo_async.tools import load_tools
+from grpo_async.quickstart.tasks import TASKS, Task, text_of
 
 ITEM = (3, 4, -2, 1)
 
@@ -37,13 +35,3 @@ def test_prompt_and_answer_agree_and_a_guess_is_near(task: Task) -> None:
     assert task.good(item, rng).prompt == task.lazy(item, rng).prompt == f"{text_of(item)} ="
     guesses = {task.lazy(item, rng).turns[0].text.removeprefix("<think></think>") for _ in range(400)}
     assert guesses == {str(sum(item) + error) for error in range(-9, 10)}
-
-
-def test_the_good_way_asks_the_calculator_and_repeats_its_answer() -> None:
-    for item in TOOL.training_items()[:50]:
-        call, final = TOOL.good(item, random.Random(0)).turns
-        assert call.call is not None
-        assert (call.call.name, call.call.arguments) == ("calculator", {"expression": text_of(item)})
-        assert call.result == final.text == TOOL.row(item)["answer"]
-    (tool,) = load_tools([ToolSection(function="grpo_async.tools.calculator:calculator")])
-    assert TOOL.tools() == [tool.schema]

@@ -10,8 +10,8 @@ import pytest
 
 from grpo_async.chat import ChatRenderer
 from grpo_async.quickstart.model import train_tokenizer
+from grpo_async.quickstart.prepare import pad_batch, segments
 from grpo_async.quickstart.tasks import TASKS, Demonstration, Turn
-from grpo_async.quickstart.warmup import pad_batch, segments
 
 CONVERSATION = Demonstration(
     prompt="1 + 2 =", turns=(Turn.calling("calculator", {"expression": "1 + 2"}, "3"), Turn(text="3"))
@@ -47,23 +47,6 @@ def test_the_pieces_of_a_conversation_join_to_the_rendering_of_its_messages(name
             assert [ids[-1] for ids, is_learned in pieces if is_learned] == [tokenizer.eos_token_id] * len(shown.turns)
 
 
-@pytest.mark.parametrize("name", ["tool"])
-def test_the_parser_of_a_run_reads_the_calls_that_were_shown(name: str) -> None:
-    task = TASKS[name]
-    renderer = ChatRenderer(train_tokenizer(islice(task.vocabulary(), 100)))
-    renderer.check_tools(task.tools())
-    shown = task.good(task.training_items()[7], random.Random(0))
-    learned = [ids for ids, is_learned in segments(renderer, shown, tools=task.tools()) if is_learned]
-    for number, (turn, token_ids) in enumerate(zip(shown.turns, learned, strict=True)):
-        read = renderer.parse(token_ids, turn=number)
-        assert read.parse_error is None
-        assert [(c.name, dict(c.arguments), c.error) for c in read.tool_calls] == [
-            (c.name, dict(c.arguments), None) for c in (turn.call,) if c is not None
-        ]
-        if turn.call is None:
-            assert read.content == turn.text
-
-
 def test_labels_are_the_ids_of_what_is_learned_and_nothing_else(renderer: ChatRenderer) -> None:
     tokenizer = renderer.tokenizer
     rows = [segments(renderer, shown) for shown in (CONVERSATION, Demonstration.of("1 + 1 =", "2"))]
@@ -76,10 +59,3 @@ def test_labels_are_the_ids_of_what_is_learned_and_nothing_else(renderer: ChatRe
     assert learned == [f"{call}3<|im_end|>", "2<|im_end|>"]
     assert input_ids[1, -1] == tokenizer.pad_token_id
     assert tokenizer.decode(input_ids[0]).startswith("<|im_start|>user\n1 + 2 =")
-
-
-# ---- the tokenizer ----
-
-
-def _calls(*arguments: dict[str, Any] | str) -> list[dict[str, Any]]:
-    return [{"type": "function", "function": {"name": "weather", "arguments": each}} for each in arguments]
