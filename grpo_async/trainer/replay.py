@@ -53,9 +53,9 @@ from grpo_async.training.checkpoint import load_state
 from grpo_async.training.fingerprints import check_fingerprints, run_fingerprints
 from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.loss import Objective, ObjectiveOutput
+from grpo_async.training.optimizer import lr_factors
 from grpo_async.training.parameters import whole_of
 from grpo_async.training.ranks import StepCommand
-from grpo_async.training.schedule import lr_factors
 from grpo_async.utils.seeds import seed_of
 
 _MAY_DIFFER = (

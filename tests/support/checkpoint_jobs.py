@@ -17,7 +17,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.training import checkpoint
 from grpo_async.training.checkpoint import CheckpointWriter
 from grpo_async.training.export import export_model
-from grpo_async.training.reference import Reference
+from grpo_async.training.model import Reference
 from tests.support.loss_inputs import loss_section
 from tests.support.rank_jobs import build, fingerprint, one_step, random_samples
 from tests.training import shard_jobs

@@ -16,10 +16,9 @@ from grpo_async.records import RolloutSample
 from grpo_async.training.context_parallel import ContextGroup
 from grpo_async.training.load import build_policy, load_weights
 from grpo_async.training.loss import Objective
-from grpo_async.training.model import Policy, make_mesh, shard_policy
+from grpo_async.training.model import Policy, Reference, make_mesh, shard_policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import ShardedParameters
-from grpo_async.training.reference import Reference
 from grpo_async.training.step import StepResult, train_step
 from tests.support.loss_inputs import loss_section
 from tests.support.records import make_sample

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_async.errors import ConfigError
 from grpo_async.training.parameters import list_sources
-from grpo_async.training.reference import score_sequences
+from grpo_async.training.verify import score_sequences
 from grpo_async.weights.adapters import BaseWeights
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE, SEQUENCES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from grpo_async.training.loss_scale import LossScale
+from grpo_async.training.step import LossScale
 
 
 def _of_torch(steps: list[bool]) -> list[float]:

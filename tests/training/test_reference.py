@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_async.training.reference import score_sequences
+from grpo_async.training.verify import score_sequences
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE, SEQUENCES
 from tests.training.tiny_models import load_tiny, save_model

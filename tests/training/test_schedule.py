@@ -9,7 +9,7 @@ import torch
 from transformers.optimization import get_scheduler
 
 from grpo_async.errors import ConfigError
-from grpo_async.training.schedule import lr_factors
+from grpo_async.training.optimizer import lr_factors
 from tests.trainer.fakes import loop_config
 
 STEPS, WARMUP, LR = 12, 3, 2e-4

@@ -9,8 +9,14 @@ import pytest
 import torch
 
 from grpo_async.servers.embedded.engine import score_tokens
-from grpo_async.training.reference import score_sequences, score_twice
-from grpo_async.training.verify import coarsest_dtype, compare_logprobs, probe_sequences, verify_limit
+from grpo_async.training.verify import (
+    coarsest_dtype,
+    compare_logprobs,
+    probe_sequences,
+    score_sequences,
+    score_twice,
+    verify_limit,
+)
 from tests.launch.support import make_config
 from tests.support.tiny_model import build_tiny_model
 from tests.training.tiny_models import load_tiny

@@ -10,7 +10,7 @@ import torch
 
 from grpo_async.errors import ConfigError
 from grpo_async.training.model import shard_policy
-from grpo_async.training.reference import one_row
+from grpo_async.training.verify import one_row
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE
 from tests.training.tiny_models import load_tiny, sum_of_logprobs

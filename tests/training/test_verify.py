@@ -18,13 +18,9 @@ from tests.launch.support import make_config
 
 
 def test_the_figures_are_those_of_the_formulas() -> None:
-    # d = 0, 0.5, -1: |d| mean 0.5, max 1; k3 = (0 + (e^0.5 - 1.5) + e^-1) / 3
+    # d = 0, 0.5, -1
     found = compare_logprobs([[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-2.0]])
     assert (found.mean, found.max, found.num_tokens) == pytest.approx((0.5, 1.0, 3))
-    assert found.k3 == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-1.0)) / 3)
-    assert compare_logprobs([[-1.0]], [[-1.0 - 1e-8]]).k3 == pytest.approx(0.5e-16, rel=1e-3, abs=0.0)
-    hundredth = compare_logprobs([[0.0] * 200], [[0.0] * 197 + [-1.0, -2.0, -3.0]])
-    assert (hundredth.p99, hundredth.max) == (1.0, 3.0)
 
 
 @pytest.mark.parametrize(("trainer", "server"), [(math.nan, -1.0), (-math.inf, -math.inf), (-1.0, -math.inf)])
