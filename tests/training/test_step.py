@@ -20,7 +20,8 @@ from grpo_async.batching.plan import plan_batch
 from grpo_async.records import RolloutSample
 from grpo_async.training.loss import LossInputs
 from grpo_async.training.model import Policy
-from grpo_async.training.step import clip_, square_norm
+from grpo_async.training.step import LossScale, clip_, square_norm
+from grpo_async.training.token_statistics import TokenCollector
 from tests.support.loss_inputs import loss_section
 from tests.support.rank_jobs import random_samples
 from tests.training.tiny_models import build_tiny, step_alone
@@ -209,7 +210,11 @@ def test_the_host_waits_for_the_device_once_an_update_whatever_the_number_of_mic
         def read(*arguments: Any, **named: Any) -> Any:
             caller = Path(sys._getframe(1).f_code.co_filename)
             is_mask = name != "__getitem__" or getattr(arguments[1], "dtype", None) == torch.bool
-            if is_mask and caller.parent.name == "training" and caller.stem in ("step", "metrics", "loss"):
+            if (
+                is_mask
+                and caller.parent.name == "training"
+                and caller.stem in ("step", "metrics", "loss", "token_statistics")
+            ):
                 reads[f"{caller.stem}: {name}"] += 1
             return original(*arguments, **named)
 
@@ -222,7 +227,9 @@ def test_the_host_waits_for_the_device_once_an_update_whatever_the_number_of_mic
     with monkeypatch.context() as patch:
         for name in _READS:
             patch.setattr(torch.Tensor, name, noting(name, getattr(torch.Tensor, name)))
-        step_alone(policy, optimizer, halves, loss_section(**section))
+        tokens = TokenCollector(sum(sample.num_trained_tokens for sample in samples), CPU)
+        step_alone(policy, optimizer, halves, loss_section(**section), tokens=tokens)
+        tokens.on_host()
     assert reads == {"metrics: tolist": 2}
 
 
@@ -252,3 +259,32 @@ def test_the_norm_of_bfloat16_gradients_is_not_rounded_to_8_bits_and_shows_what_
     assert square_norm([nn.Parameter(torch.zeros(2))], CPU).item() == 0.0
     parameters[-1].grad = torch.tensor([1.0, math.nan])
     assert math.isnan(square_norm(parameters, CPU).item())
+
+
+def _scales_of_torch(steps: list[bool]) -> list[float]:
+    """Of its GradScaler after each step, finite or not."""
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    found = []
+    for is_finite in steps:
+        parameter.grad = torch.full((1,), 1.0 if is_finite else torch.inf)
+        scaler.unscale_(optimizer)
+        scaler.update()
+        found.append(scaler.get_scale())
+    return found
+
+
+def test_the_loss_scale_follows_torchs_rule_and_goes_on_from_a_checkpoint() -> None:
+    steps = [True, False, False, *[True] * 2001, False, True]
+    scale, found = LossScale({}), []
+    for number, is_finite in enumerate(steps):
+        scale.update([True, is_finite])
+        found.append(float(scale.value))
+        if number == 1000:
+            scale = LossScale(scale.counters)
+    assert found == _scales_of_torch(steps)
+    for _ in range(40):
+        scale.update([False])
+    assert scale.value == 1
