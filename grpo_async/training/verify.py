@@ -68,7 +68,7 @@ class ServerComparison:
     """Versions that its answers report, in ascending order."""
     difference: LogprobDifference
     text: str
-    """The difference and its limit; also by probe length if the weights are not the same."""
+    """The difference and its limit."""
 
 
 def compare_server(
@@ -90,12 +90,6 @@ def compare_server(
         f"{limit:.2g}; rounding alone moves the trainer's own by {trainer.rounding.mean:.2g})"
     )
     is_same = versions == [version] and difference.mean <= limit  # False where a number is NaN
-    if not is_same:
-        parts = (
-            f"{compare_logprobs([one], [other]).mean:.2g} in the probe of {len(one) + 1}"
-            for one, other in zip(trainer.logprobs, scores, strict=True)
-        )
-        text += f"; mean by length: {', '.join(parts)}"
     return ServerComparison(is_same=is_same, versions=versions, difference=difference, text=text)
 
 
