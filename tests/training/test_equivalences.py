@@ -45,7 +45,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "sapo": {"type": "sapo", **_COMMON, "correction": _MASKED},
     "custom": {
         "type": "custom",
-        "function": "tests.training.test_losses_user:reinforce",
+        "function": "tests.training.test_objective:reinforce",
         **_COMMON,
         "correction": _TOKENS,
     },

@@ -59,13 +59,6 @@ def test_the_model_is_that_of_from_pretrained(tmp_path: Path, family: str, tied:
     assert model.generation_config.eos_token_id == [3, 7]
 
 
-def test_files_in_several_parts_and_in_bfloat16(tmp_path: Path) -> None:
-    folder = save_model(tmp_path, "qwen3_moe", max_shard_size="60KB")
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    _assert_equal(_load(folder), _pretrained(folder))
-    _assert_equal(_load(folder, dtype="bfloat16"), _pretrained(folder, dtype=torch.bfloat16))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "tied", "where"),

@@ -58,21 +58,6 @@ def _poisoned(samples: Sequence[RolloutSample]) -> list[RolloutSample]:
     return [replace(samples[0], advantage=float("nan")), *samples[1:]]
 
 
-def test_a_step_of_two_minibatches_is_two_updates_with_the_same_learning_rate(tiny_model: Path) -> None:
-    samples = random_samples(8)
-    halves = [_pack(samples[:4]), _pack(samples[4:])]
-    policy, optimizer = build_tiny(tiny_model)
-    result = step_alone(policy, optimizer, halves, loss_section(), lr=3e-3)
-    assert result.updates == (True, True)
-    assert [group["lr"] for group in optimizer.param_groups] == [3e-3] * len(optimizer.param_groups)
-    assert result.num_tokens == sum(sample.num_trained_tokens for sample in samples)
-    other, other_optimizer = build_tiny(tiny_model)
-    alone = [step_alone(other, other_optimizer, [half], loss_section(), lr=3e-3) for half in halves]
-    assert _same(_weights(policy), _weights(other))
-    assert result.loss == pytest.approx((alone[0].loss + alone[1].loss) / 2)
-    assert result.grad_norm == pytest.approx((alone[0].grad_norm + alone[1].grad_norm) / 2)
-
-
 def test_the_recomputed_policy_is_that_of_the_start_of_the_step_in_all_its_updates(tiny_model: Path) -> None:
     samples = random_samples(8)
     halves = [_pack(samples[:4]), _pack(samples[4:])]
@@ -106,7 +91,8 @@ def test_several_passes_are_updates_of_the_same_samples_against_the_policy_befor
     alone = [step_alone(other, other_optimizer, [half], loss_section()) for half in (*as_sampled, *as_sampled)]
     for weight, expected in zip(_weights(policy), _weights(other), strict=True):
         torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-7)
-    assert result.loss == pytest.approx(sum(step.loss for step in alone) / 4, rel=1e-5)
+    for name in ("loss", "grad_norm"):
+        assert getattr(result, name) == pytest.approx(sum(getattr(step, name) for step in alone) / 4, rel=1e-5)
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_the_others_are_made(tiny_model: Path) -> None:
