@@ -14,7 +14,7 @@ import pytest
 
 from grpo_async.buffer.ledger import is_balanced
 from grpo_async.chat.renderer import load_renderer
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, RunError
 from grpo_async.records import GroupStatus
 from grpo_async.trainer.rollout_side import load_rollout_inputs
 from grpo_async.training.checkpoint import CheckpointState
@@ -42,6 +42,15 @@ def test_a_stop_dispatches_nothing_more_although_there_is_room(tiny_model: Path,
         assert len(server.requests) == 20
         assert side.source.ledger_snapshot()["groups"]["started"] == 10
         assert side.source.ledger_snapshot()["groups"]["cancelled"] == 10
+
+
+def test_a_request_that_is_silent_ends_at_its_own_deadline(tiny_model: Path, tmp_path: Path) -> None:
+    """That of the queue: tests/evaluation/test_evaluation_source.py."""
+    config = side_config(tmp_path, tiny_model, inference={"request_timeout_s": 0.3, "max_retries": 0})
+    with local_server(_silent) as server, open_side(config, server) as side:
+        side.source.start()
+        with pytest.raises(RunError, match=r"8 consecutive failures.*was silent for 0\.3 s"):
+            take(side, 2)
 
 
 def test_an_empty_queue_goes_on_waiting_without_a_word_while_the_server_generates(

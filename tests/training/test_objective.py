@@ -121,6 +121,22 @@ def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_gradients(valu
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"type": "gspo"},
+        {"type": "gmpo"},
+        {"type": "vespo"},
+        {"type": "dapo", "off_policy_mask": 0.5},
+        {"type": "dapo", "geometric_mask": [0.99, 1.01]},
+        {"type": "custom", "function": "tests.training.test_step:recording"},
+        {"proximal": "recomputed", "correction": {"level": "sequence"}},
+    ],
+)
+def test_what_looks_at_whole_samples_is_no_sum_over_tokens(values: dict[str, Any]) -> None:
+    assert not Objective(loss_section(**values)).is_per_token
+
+
 def test_the_log_linear_policy_moves_to_the_trained_one_with_age_and_has_no_gradient() -> None:
     """smp = -2, pi = -1: d = 0 -> -2; d = 1 -> a = 1/2: -1.5; d = 3 -> a = 3/4: -1.25."""
     logprobs = torch.full((3,), -1.0, requires_grad=True)
