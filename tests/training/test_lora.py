@@ -102,6 +102,7 @@ def test_a_base_in_4_bits_is_pushed_and_exported_as_it_computes(
     ("section", "words"),
     [
         ({"target_modules": ["q_proj", "nonsense"]}, "nonsense"),
+        ({"target_modules": ["proj"]}, "ends in 'proj'"),  # of q_proj: whole names only
         ({"target_modules": ["lm_head"]}, "lm_head"),
         ({"modules_to_save": ["nonsense"]}, "nonsense"),
         ({"modules_to_save": ["lm_head"]}, r"tied to one of \['lm_head'\]"),
