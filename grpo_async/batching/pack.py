@@ -48,14 +48,12 @@ class MicroBatch:
     advantages: torch.Tensor  # (N,) float32
     weights: torch.Tensor  # (N,) float32
     staleness: torch.Tensor  # (N,) int64, finished steps between sampling and training
-    teacher_logprobs: torch.Tensor | None = (
-        None  # (N,) float32, the sum of weight x log-probability; None: no distillation
-    )
+    # (N,) float32, the sum of weight x log-probability; None: no distillation
+    teacher_logprobs: torch.Tensor | None = None
     teacher_weights: torch.Tensor | None = None  # (N,) float32, the sum of these weights
     minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
-    by_rank: torch.Tensor | None = (
-        None  # (N,) int64, the trained tokens by the rank of a context-parallel group that predicts them
-    )
+    # (N,) int64, the trained tokens by the rank of a context-parallel group that predicts them
+    by_rank: torch.Tensor | None = None
     tokens_of_ranks: Sequence[int] = ()  # how many each predicts
     top_ids: torch.Tensor | None = None  # (N, K) int64, the sampler's likeliest tokens, if the loss needs them
     top_logprobs: torch.Tensor | None = None  # (N, K) float32, the sampler's
@@ -225,9 +223,8 @@ def _lay_out(plan: MicroBatchPlan, lengths: NDArray[np.int64]) -> tuple[list[Seg
                 before = begin - int(lengths[number - 1])
                 places[begin : begin + shared] = places[before : before + shared]
             places[begin + shared : stops[number]] = np.arange(next_place, next_place + own)
-            if (
-                segments and shared == segments[-1].shared + segments[-1].length
-            ):  # it goes on where the one before it ends
+            # it goes on where the one before it ends
+            if segments and shared == segments[-1].shared + segments[-1].length:
                 segments[-1] = Segment(segments[-1].length + own, segments[-1].shared)
             elif own:
                 segments.append(Segment(own, shared))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,6 @@ from grpo_async.cli.options import RunArgument, SetOption
 
 if TYPE_CHECKING:
     from grpo_async.run_directory import RunDir
-    from grpo_async.trainer.replay import Comparison
 
 
 def status(
@@ -106,8 +105,6 @@ def trace(
 
 
 _TOKENS = 10
-_Token = tuple[str, int, str, float, float]
-"""Rollout, number among its trained tokens, text, its slope as it was and with --set."""
 
 
 def replay(
@@ -140,13 +137,20 @@ def replay(
 
     directory = find_run(run)
     found = replay_step(directory, step, overrides or ())
-    content = _as_json(found)
-    tokens: list[_Token] = []
+    tokens = found.tokens(_TOKENS)
+    text_of = load_renderer(found.config).token_text if tokens else str
+    content = {
+        "step": step,
+        "changes": list(found.changes),
+        "recorded": {name: found.recorded.get(name) for name in found.own.metrics},
+        "own": dict(found.own.metrics),
+        "other": None if found.other is None else dict(found.other.metrics),
+        "cosine": found.cosine,
+        "tokens": [(rollout, at, repr(text_of(number)), own, other) for rollout, at, number, own, other in tokens],
+    }
     if found.other is not None:
-        text_of = load_renderer(found.config).token_text
-        tokens = [(name, at, text_of(number), own, other) for name, at, number, own, other in content["tokens"]]
-        _keep({"step": step, **content, "tokens": tokens}, directory)
-    typer.echo(json.dumps(content)) if as_json else _show(found, tokens)
+        _keep(content, directory)
+    typer.echo(json.dumps(content)) if as_json else _show(content)
 
 
 def _keep(content: Mapping[str, Any], run: RunDir) -> None:
@@ -157,40 +161,16 @@ def _keep(content: Mapping[str, Any], run: RunDir) -> None:
     write_atomically(next(path for path in paths if not path.exists()), json.dumps(content))
 
 
-def _as_json(found: Comparison) -> dict[str, Any]:
-    return {
-        "changes": list(found.changes),
-        "recorded": {name: found.recorded.get(name) for name in found.own.metrics},
-        "own": dict(found.own.metrics),
-        "other": None if found.other is None else dict(found.other.metrics),
-        "cosine": found.cosine,
-        "tokens": found.tokens(_TOKENS),
-    }
-
-
-def _show(found: Comparison, most: Sequence[_Token]) -> None:
+def _show(content: Mapping[str, Any]) -> None:
+    """The tables that the run's page has."""
     from rich.text import Text
 
     from grpo_async.utils.console import print_rows, stdout_console
     from grpo_async.utils.safe_text import plain
-    from grpo_async.utils.text import format_number
+    from grpo_async.viewer.web.overview import replay_tables
 
-    console, own, other = stdout_console(), found.own.metrics, {} if found.other is None else found.other.metrics
-    for change in found.changes:
-        typer.echo(plain(change))
-    rows = [("", "recorded", "replayed", *(["with --set"] if other else []))]
-    for name in {**own, **other}:
-        columns = [found.recorded, own, *([other] if other else [])]
-        rows.append((name, *(format_number(values[name]) if name in values else "" for values in columns)))
-    print_rows(console, rows)
-    if found.cosine is None:
-        return
-    typer.echo(f"\ncosine of the angle between the gradients: {found.cosine:.4f}\n")
-    if not most:
-        typer.echo("no token's slope differs by more than 0.1%")
-        return
-    heads = ("rollout", "token", "", "slope as it was", "with --set")
-    tokens = [
-        (name, str(at), Text(plain(repr(text))), f"{old:+.2e}", f"{new:+.2e}") for name, at, text, old, new in most
-    ]
-    print_rows(console, [heads, *tokens])
+    for table in replay_tables(content):
+        typer.echo(f"{plain(table['caption'])}\n")
+        heads = tuple(head.removeprefix("#") for head in table["head"])
+        print_rows(stdout_console(), [heads, *(tuple(Text(plain(cell)) for cell in row) for row in table["rows"])])
+        typer.echo("")

@@ -21,11 +21,10 @@ from grpo_async.training.context_parallel import ContextGroup
 from grpo_async.training.families import check_tokenizer_size, check_vocabulary
 from grpo_async.training.load import build_policy, load_weights
 from grpo_async.training.loss import Objective
-from grpo_async.training.model import Policy, compile_layers, compiles, make_mesh, shard_policy
+from grpo_async.training.model import Policy, Reference, compile_layers, compiles, make_mesh, shard_policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import choose_parameters
 from grpo_async.training.ranks import CommandChannel, TrainerContext
-from grpo_async.training.reference import Reference
 
 _COMMAND_MARGIN_S = 60.0
 

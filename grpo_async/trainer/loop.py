@@ -23,11 +23,9 @@ from grpo_async.trainer.publish import Publisher
 from grpo_async.trainer.report import Reporter, phase
 from grpo_async.trainer.saving import Saver
 from grpo_async.trainer.weight_sync import FleetSync
-from grpo_async.training.flops import peak_flops, training_flops
-from grpo_async.training.loss_scale import NonfiniteSteps
+from grpo_async.training.pipeline import Activity, peak_flops, training_flops
 from grpo_async.training.ranks import StepCommand, TrainerContext
-from grpo_async.training.step import StepResult
-from grpo_async.training.timing import Activity
+from grpo_async.training.step import NonfiniteSteps, StepResult
 from grpo_async.utils.seeds import seed_of
 
 logger = logging.getLogger(__name__)

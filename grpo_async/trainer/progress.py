@@ -15,7 +15,7 @@ from grpo_async.processes.control import ControlClient
 from grpo_async.processes.heartbeat import write_stacks
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.trainer.publish import Publisher
-from grpo_async.training.timing import Activity
+from grpo_async.training.pipeline import Activity
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from grpo_async.inference.fleet import Fleet
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.tracking.timeline import record
 from grpo_async.trainer.weight_sync import FleetSync
+from grpo_async.training.pipeline import Activity
 from grpo_async.training.ranks import ExchangeCommand, ScoreCommand, TrainerContext
-from grpo_async.training.timing import Activity
 from grpo_async.training.verify import TrainerScores
 
 
@@ -102,6 +102,6 @@ class Publisher:
             self.push()
 
     def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
-        """Log-probabilities of token sequences under the current weights, on all ranks; see training.reference."""
+        """Log-probabilities of token sequences under the current weights, on all ranks; see training.verify."""
         self.context.channel.send_all(ScoreCommand(sequences=sequences, rounding=rounding))
         return self.context.score(sequences, rounding)

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,21 +30,19 @@ from grpo_async.findings.history import read_metrics
 from grpo_async.processes.assignment import Assignment
 from grpo_async.records import (
     AGENT_REWARD,
+    Branch,
     FloatArray,
     GroupStatus,
     Prompt,
     RolloutCompletion,
     RolloutGroup,
-    RolloutSample,
     ScoredGroup,
-    TaggedMessage,
     TurnRecord,
 )
 from grpo_async.records import FinishReason as Finish
-from grpo_async.rewards import TrainerState, load_rewards
+from grpo_async.rewards import RewardFunction, TrainerState, load_rewards
 from grpo_async.rollout.components import load_components
 from grpo_async.run_directory import RunDir
-from grpo_async.scoring.advantages import Advantages, combine_rewards
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rows import GroupRow, RolloutRow
 from grpo_async.store.table import RolloutTable
@@ -53,9 +52,9 @@ from grpo_async.training.checkpoint import load_state
 from grpo_async.training.fingerprints import check_fingerprints, run_fingerprints
 from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.loss import Objective, ObjectiveOutput
+from grpo_async.training.optimizer import lr_factors
 from grpo_async.training.parameters import whole_of
 from grpo_async.training.ranks import StepCommand
-from grpo_async.training.schedule import lr_factors
 from grpo_async.utils.seeds import seed_of
 
 _MAY_DIFFER = (
@@ -126,7 +125,7 @@ def replay(run: RunDir, step: int, overrides: Sequence[str] = ()) -> Comparison:
     with RolloutTable(run.rollouts) as table:
         rows = [row for row in table.groups_of_step(step) if row.status in _TRAINED]
     rows.sort(key=lambda row: row.group_id)
-    groups = _as_trained(rows, own)
+    groups = _scored(rows, own, step, asks=False)
     num_tokens = sum(sample.num_trained_tokens for group in groups for sample in group.samples)
     if num_tokens != recorded["num_tokens"]:
         raise ConfigError(
@@ -136,10 +135,8 @@ def replay(run: RunDir, step: int, overrides: Sequence[str] = ()) -> Comparison:
     changes = [str(each) for each in differences([own.model_dump(mode="json"), other.model_dump(mode="json")])]
     others = groups
     if (own.advantage, own.rewards, own.rollout) != (other.advantage, other.rewards, other.rollout):
-        unweighted = [[each.model_dump(exclude={"weight"}) for each in config.rewards] for config in (own, other)]
-        given = load_components(other).reward_weights  # rewards that do not come from functions
-        parts = None if unweighted[0] == unweighted[1] else _rewarded(rows, other, step, given)
-        others = _rescored(rows, other, given, parts)
+        functions = [[each.model_dump(exclude={"weight"}) for each in config.rewards] for config in (own, other)]
+        others = _scored(rows, other, step, asks=functions[0] != functions[1])
     with _alone(run, own) as assignment:
         mine = _train(assignment, own, groups, step)
         theirs = _train(assignment, other, others, step) if changes else None
@@ -167,155 +164,93 @@ def _check(run: RunDir, step: int, own: ExperimentConfig, other: ExperimentConfi
             )
 
 
-def _scored(row: GroupRow, config: ExperimentConfig) -> ScoredGroup:
-    """The group as it was scored, with all samples that may be trained and the advantages that were stored."""
-    kept = [each for each in row.rollouts if each.status.is_trainable and each.num_tokens > 0]
-    sources, label = config.data.sources.values(), row.columns.get("source_label")
-    temperature = next((each.temperature for each in sources if each.resolved_label == label), None)
-    prompt = Prompt(prompt_id=row.group_id, messages=row.messages, temperature=temperature)
-    return ScoredGroup(
-        group=RolloutGroup(prompt=prompt, completions=[_completion(each) for each in kept]),
-        samples=[
-            _sample(row, each, path, temperature)
-            for each in kept
-            if config.rollout.overlong == "train" or not each.truncated
-            for path in each.paths
-            if any(path.mask)
-        ],
-        rewards=[each.reward for each in kept],
-        reward_parts=[each.rewards for each in kept],
-    )
-
-
-def _completion(
-    rollout: RolloutRow, *, ids: Sequence[int] | None = None, messages: Sequence[TaggedMessage] = ()
-) -> RolloutCompletion:
-    """As much of it as advantages look at: its id, and how many tokens were sampled. `ids`, `messages`: what rewards look at."""
-    tokens = np.array(ids, np.int32) if ids is not None else np.zeros(rollout.num_tokens, np.int32)
-    turn = TurnRecord(
-        output_ids=tokens,
-        output_logprobs=np.zeros(len(tokens), np.float32),
-        policy_versions=np.zeros(len(tokens), np.int32),
-        finish_reason=Finish.STOP,
-        messages=messages,
-    )
-    return RolloutCompletion(rollout_id=rollout.rollout_id, prompt_ids=tokens[:0], turns=[turn], status=rollout.status)
-
-
-def _sample(row: GroupRow, rollout: RolloutRow, path: RolloutRow, temperature: float | None) -> RolloutSample:
-    num_prompt, mask = len(path.prompt_ids), np.array(path.mask, np.bool_)
-    before = np.zeros(num_prompt, np.int32)
-    return RolloutSample(
-        group_id=row.group_id,
-        rollout_id=path.rollout_id,
-        token_ids=np.concatenate([path.prompt_ids, path.completion_ids]),
-        loss_mask=np.concatenate([before.astype(np.bool_), mask]),
-        sampler_logprobs=np.concatenate([before, [value or 0.0 for value in path.logprobs]]),
-        policy_versions=np.concatenate([before - 1, path.versions]),
-        advantage=path.advantage or 0.0,
-        rewards=path.rewards,
-        reward=path.reward,
-        truncated=rollout.truncated,
-        temperature=temperature,
-    )
-
-
-def _as_trained(rows: Sequence[GroupRow], config: ExperimentConfig) -> list[ScoredGroup]:
-    """The groups as the run trained them: those that were filtered have no samples."""
-    groups = [_scored(row, config) for row in rows]
-    is_filtered = [row.status is GroupStatus.FILTERED for row in rows]
-    return [replace(g, samples=[]) if out else g for g, out in zip(groups, is_filtered, strict=True)]
-
-
-def _rewarded(
-    rows: Sequence[GroupRow], config: ExperimentConfig, step: int, given: Mapping[str, float]
-) -> list[Sequence[Mapping[str, float | None]]]:
-    """The rewards of each trainable rollout of each group, by other functions. Those in `given`, of environments and agents,
-    are the stored ones."""
-    renderer = load_renderer(config)
+def _scored(rows: Sequence[GroupRow], config: ExperimentConfig, step: int, *, asks: bool) -> list[ScoredGroup]:
+    """The groups as a step with these settings trains them. With `zero_variance: resample` another group took the place of one
+    that was filtered, which stays out. `asks`: call the reward functions; otherwise the stored rewards are taken."""
+    given = load_components(config).reward_weights  # of rewards that do not come from functions
+    functions: Sequence[RewardFunction] = ()
     sources = {source.resolved_label: source for source in config.data.sources.values()}
-    prompts = {
-        label: make_prompt(first_rows(source, 1, needs_prompt=False)[0], 0, source.system_prompt)
-        for label, source in sources.items()
-    }
-    functions = load_rewards(config.rewards, opened_by_template=renderer.thinking_is_open)
+    prompts = {label: Prompt(prompt_id=0, messages=(), temperature=each.temperature) for label, each in sources.items()}
+    if asks:
+        functions = load_rewards(config.rewards, opened_by_template=load_renderer(config).thinking_is_open)
+        for label, source in sources.items():
+            first = make_prompt(first_rows(source, 1, needs_prompt=False)[0], 0, source.system_prompt)
+            prompts[label] = replace(prompts[label], is_conversational=first.is_conversational, rewards=source.rewards)
+    else:
+        given = {each.name or each.own_name: each.weight for each in config.rewards} | dict(given)
     scorer = Scorer(
         functions,
         advantage=config.advantage,
-        train_zero_variance=False,
+        train_zero_variance=config.rollout.zero_variance == "train",
+        train_truncated=config.rollout.overlong == "train",
         environment_weights=given,
         state=TrainerState(global_step=step - 1, max_steps=config.num_steps),
     )
 
-    def group_of(row: GroupRow) -> RolloutGroup:
-        kept = [each for each in row.rollouts if each.status.is_trainable and each.num_tokens > 0]
-        columns = {name: value for name, value in row.columns.items() if name != "source_label"}
-        label = row.columns.get("source_label", next(iter(sources)))
-        prompt = replace(
-            prompts[label],
-            prompt_id=row.prompt_id,
-            messages=row.messages,
-            columns=columns,
-            rewards=sources[label].rewards,
-        )
-        return RolloutGroup(
-            prompt=prompt,
-            completions=[
-                replace(
-                    _completion(each, ids=each.completion_ids, messages=each.messages),
-                    prompt_messages=each.reset_messages,
-                    environment_rewards={name: each.rewards.get(name) for name in given},
-                    reward_columns=each.extra,
-                )
-                for each in kept
-            ],
-        )
-
-    async def score_all() -> list[Sequence[Mapping[str, float | None]]]:
-        return [(await scorer.score(group_of(row), is_trained=False)).reward_parts for row in rows]
+    async def score_all() -> list[ScoredGroup]:
+        scored = []
+        for row in rows:
+            label = row.columns.get("source_label", next(iter(sources)))
+            columns = {name: value for name, value in row.columns.items() if name != "source_label"}
+            prompt = replace(prompts[label], prompt_id=row.group_id, messages=row.messages, columns=columns)
+            group = RolloutGroup(prompt=prompt, completions=[_completion(rollout, given) for rollout in row.rollouts])
+            was_replaced = config.rollout.zero_variance == "resample" and row.status is GroupStatus.FILTERED
+            if group.trainable:
+                scored.append(await scorer.score(group, is_trained=not was_replaced))
+        return scored
 
     try:
-        return asyncio.run(score_all())
+        return scorer.advantages.over_step(asyncio.run(score_all()))
     finally:
         for function in functions:
             function.close()
 
 
-def _rescored(
-    rows: Sequence[GroupRow],
-    config: ExperimentConfig,
-    given: Mapping[str, float],
-    parts: Sequence[Sequence[Mapping[str, float | None]]] | None = None,
-) -> list[ScoredGroup]:
-    """The groups as they would have been trained: scored anew, and without samples where that leaves no signal. With
-    `zero_variance: resample` another group took the place of one that was filtered, which stays out. `parts`: their rewards; None:
-    those that were stored."""
-    weights = {each.name or each.own_name: each.weight for each in config.rewards} | dict(given)
-    advantages, changed = Advantages(config.advantage, weights), []
-    zero_variance = config.rollout.zero_variance
-    for number, row in enumerate(rows):
-        group = _scored(row, config)
-        stored = group.reward_parts
-        if parts is not None:
-            group = replace(group, reward_parts=parts[number])
-        rewards = combine_rewards(group.reward_parts, weights)
-        indexes = {each.rollout_id: index for index, each in enumerate(group.group.completions)}
-        of_group = advantages.of_group(rewards, group.reward_parts)
-        samples = []
-        for sample in group.samples:
-            index = indexes[sample.root_id]
-            advantage = of_group[index]
-            if sample.rewards != stored[index]:  # a branch with its own reward
-                mine = {**group.reward_parts[index], AGENT_REWARD: sample.rewards.get(AGENT_REWARD)}
-                sample = replace(sample, rewards=mine, reward=combine_rewards([mine], weights)[0])
-                advantage = advantages.of_sample(sample, index, rewards, group.reward_parts)
-            samples.append(replace(sample, advantage=advantage))
-        has_signal = any(of_group) or any(sample.advantage for sample in samples)
-        was_replaced = zero_variance == "resample" and row.status is GroupStatus.FILTERED
-        if was_replaced or not (has_signal or zero_variance == "train"):
-            samples = []
-        changed.append(replace(group, rewards=rewards, samples=samples))
-    return advantages.over_step(changed)
+def _completion(rollout: RolloutRow, given: Container[str]) -> RolloutCompletion:
+    """As it was scored. `given`: names of the rewards that are taken from the store."""
+    return RolloutCompletion(
+        rollout_id=rollout.rollout_id,
+        prompt_ids=np.array(rollout.prompt_ids, np.int32),
+        turns=_turns(rollout),
+        status=rollout.status,
+        prompt_messages=rollout.reset_messages,
+        environment_rewards={name: value for name, value in rollout.rewards.items() if name in given},
+        reward_columns=rollout.extra,
+        branches=[
+            Branch(
+                name=path.rollout_id.partition(".")[2],
+                parent=int((path.parent or "").partition(".b")[2] or 0),
+                prompt_ids=np.array(path.prompt_ids, np.int32),
+                turns=_turns(path),
+                prompt_messages=path.reset_messages or (),
+                reward=None if path.rewards == rollout.rewards else path.rewards.get(AGENT_REWARD),
+            )
+            for path in rollout.branches
+        ],
+    )
+
+
+def _turns(path: RolloutRow) -> list[TurnRecord]:
+    """A turn for each stretch of tokens that are trained, or that are not; the first has all messages and tool calls."""
+    untrained = sum(turn.num_tokens for turn in path.turns) - sum(path.mask)  # sampled all the same
+    turns: list[TurnRecord] = []
+    for is_trained, stretch in groupby(range(len(path.mask)), key=lambda at: bool(path.mask[at])):
+        tokens = list(stretch)
+        sampled = tokens if is_trained else tokens[:untrained]
+        untrained -= 0 if is_trained else len(sampled)
+        turns.append(
+            TurnRecord(
+                output_ids=np.array([path.completion_ids[at] for at in sampled], np.int32),
+                output_logprobs=np.array([path.logprobs[at] or 0.0 for at in sampled], np.float32),
+                policy_versions=np.array([path.versions[at] for at in sampled], np.int32),
+                finish_reason=Finish.STOP,
+                is_trained=is_trained,
+                tool_response_ids=np.array([path.completion_ids[at] for at in tokens[len(sampled) :]], np.int32),
+                messages=() if turns else path.messages,
+                tool_calls=() if turns else [call for turn in path.turns for call in turn.tool_calls],
+            )
+        )
+    return turns
 
 
 class _RecordingObjective(Objective):

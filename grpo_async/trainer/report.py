@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -19,16 +19,16 @@ from grpo_async.buffer.ledger import is_balanced
 from grpo_async.checks.memory import describe_peak
 from grpo_async.evaluation.evaluations import RunEvaluations
 from grpo_async.findings import RunHistory, diagnose
+from grpo_async.findings.history import read_metrics
 from grpo_async.inference.fleet import Fleet
 from grpo_async.processes.control import ControlClient
 from grpo_async.records import ScoredGroup
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.tracking import MetricsWriter, Trackers
 from grpo_async.tracking.timeline import span
-from grpo_async.training.metrics import CounterSnapshot, PipelineMeter
+from grpo_async.training.pipeline import Activity, CounterSnapshot, PipelineMeter, peak_bytes, pipeline_summary
 from grpo_async.training.ranks import TrainerContext
 from grpo_async.training.step import StepResult
-from grpo_async.training.timing import Activity, peak_bytes
 from grpo_async.utils.files import write_atomically
 from grpo_async.utils.run_state import FINISHED, STOPPED
 from grpo_async.utils.text import both_ends
@@ -60,9 +60,9 @@ class Reporter:
     evaluations: RunEvaluations
     log: MetricsWriter
     trackers: Trackers
-    meter: PipelineMeter
     activity: Activity
     start: int
+    meter: PipelineMeter = field(default_factory=PipelineMeter)
 
     def begin_training(self) -> None:
         """What happened until now (startup, evaluation) belongs to no step."""
@@ -76,12 +76,6 @@ class Reporter:
             self._read_counters(),
             trained_tokens=result.num_tokens,
             staleness=_staleness(trained, step - 1),
-            reward=metrics.get("reward"),
-            source_rewards={
-                name.split("/")[1]: value
-                for name, value in metrics.items()
-                if name.startswith("source/") and name.endswith("/reward")
-            },
             spent=self.activity.take_seconds(),
         )
         metrics |= self.source.gauges() | self.context.checkpoints.take_metrics()
@@ -130,7 +124,7 @@ class Reporter:
                 {"server": failure.name, "reason": failure.reason, "recovery_s": failure.recovery_s}
                 for failure in self.fleet.failures
             ],
-            **self.meter.summary(),
+            **pipeline_summary(read_metrics(run_dir, [])),
             "learning": diagnose(RunHistory.read(run_dir)).as_dict(),
             "evaluation": self.evaluations.summary(),
             "ledger": ledger,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from grpo_async.errors import RunError
 from grpo_async.evaluation.evaluations import RunEvaluations
@@ -12,10 +12,9 @@ from grpo_async.tracking import MetricsWriter
 from grpo_async.training.checkpoint import CheckpointState, prune
 from grpo_async.training.export import CARD, model_card
 from grpo_async.training.fingerprints import Fingerprints
-from grpo_async.training.loss_scale import NonfiniteSteps
-from grpo_async.training.metrics import PipelineMeter
+from grpo_async.training.pipeline import Activity
 from grpo_async.training.ranks import ExportCommand, SaveCommand, TrainerContext
-from grpo_async.training.timing import Activity
+from grpo_async.training.step import NonfiniteSteps
 from grpo_async.utils.files import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -23,12 +22,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Saver:
-    """Saves what a resume needs: weights, optimizer, rollouts, totals of the meter, counters; and exports the model."""
+    """Saves what a resume needs: weights, optimizer, rollouts, counters; and exports the model."""
 
     context: TrainerContext
     source: RolloutSource
     log: MetricsWriter
-    meter: PipelineMeter
     nonfinite: NonfiniteSteps
     evaluations: RunEvaluations
     activity: Activity
@@ -51,7 +49,6 @@ class Saver:
                     step=step,
                     rollouts=rollouts.small(),
                     lines=rollouts.lines(),
-                    totals=asdict(self.meter.totals),
                     counters=self.nonfinite.counters,
                     fingerprints=self.fingerprints,
                 )

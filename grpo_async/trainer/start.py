@@ -28,11 +28,10 @@ from grpo_async.trainer.saving import Saver
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.checkpoint import load_state, set_aside_later_checkpoints
 from grpo_async.training.fingerprints import check_fingerprints, run_fingerprints
-from grpo_async.training.loss_scale import NonfiniteSteps
-from grpo_async.training.metrics import PipelineMeter, Totals
+from grpo_async.training.optimizer import lr_factors
+from grpo_async.training.pipeline import Activity
 from grpo_async.training.ranks import StopCommand, TrainerContext
-from grpo_async.training.schedule import lr_factors
-from grpo_async.training.timing import Activity
+from grpo_async.training.step import NonfiniteSteps
 from grpo_async.training.verify import probe_sequences
 from grpo_async.utils.concurrency import call_when_set
 from grpo_async.weights.buckets import choose_bucket_bytes
@@ -112,7 +111,6 @@ def run_rank_zero(
             shows_results=is_run,
         )
         stack.callback(evaluations.close)
-        meter = PipelineMeter(Totals(**state.totals) if state else None)
         nonfinite = NonfiniteSteps(state.counters if state else {}, is_float16=config.model.compute_dtype == "float16")
         reporter = Reporter(
             context=context,
@@ -122,7 +120,6 @@ def run_rank_zero(
             evaluations=evaluations,
             log=log,
             trackers=trackers,
-            meter=meter,
             activity=activity,
             start=start,
         )
@@ -130,7 +127,6 @@ def run_rank_zero(
             context=context,
             source=source,
             log=log,
-            meter=meter,
             nonfinite=nonfinite,
             evaluations=evaluations,
             activity=activity,

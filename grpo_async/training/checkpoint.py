@@ -66,7 +66,7 @@ _WRITE_MARGIN_S = 30.0
 logger = logging.getLogger(__name__)
 
 ROLLOUTS = "rollouts.jsonl"
-_SMALL = ("step", "rollouts", "totals", "counters", "fingerprints")
+_SMALL = ("step", "rollouts", "counters", "fingerprints")
 """The part of a CheckpointState that state.json holds."""
 # DCP wraps an error of a rank, even a full disk, into an exception that does not derive from Exception
 DCP_ERRORS = (OSError, RuntimeError, ValueError, KeyError, dcp.api.CheckpointException)
@@ -82,14 +82,12 @@ class CheckpointState:
 
     Attributes:
         rollouts, lines: the rollout side's ResumeState.small(), and its groups as lines, made while they are written.
-        totals: metrics.Totals of the whole run.
         counters: NonfiniteSteps.counters.
         fingerprints: of what the run depends on beside its data (training.fingerprints)."""
 
     step: int
     rollouts: dict[str, Any]
     lines: Iterator[str] | Sequence[str] = ()
-    totals: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     fingerprints: Fingerprints = field(default_factory=dict)
 

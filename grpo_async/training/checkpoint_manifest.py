@@ -1,7 +1,7 @@
 """Finds the checkpoint that a name means, and whether it is complete: manifest.json lists its files with sizes and checksums, and
 is written last. One that must not be found anymore (damaged, replaced, removed) is set aside under another name.
 
-    {"format": 6, "step": 40, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
+    {"format": 7, "step": 40, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
 
 At a resume the launcher compares sizes, and the checksums of the small files; each rank those of its part of the tensors. Does not
 import torch."""
@@ -23,7 +23,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import read_evaluations, scores_by_step
 from grpo_async.utils.files import sync
 
-FORMAT = 6
+FORMAT = 7
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _TENSORS = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's name for a file of tensors, with the rank that writes it

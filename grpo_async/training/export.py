@@ -9,13 +9,12 @@ Invariant: a folder that exists is complete; it is written under another name an
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,6 @@ from grpo_async.training.model import Policy
 from grpo_async.training.parameters import is_leader
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.files import put_in_place, write_atomically
-
-_PACKAGES = ("grpo-async", "torch", "transformers", "vllm", "peft", "safetensors")
 
 CARD = "README.md"
 """The model card; written again after the last evaluation, which comes after the export."""
@@ -163,10 +160,6 @@ def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, 
         "",
         *table,
         "",
-        "## Versions",
-        "",
-        *_versions(),
-        "",
         "## Configuration",
         "",
         "Data and rewards included; without servers, launch, trackers and values of arguments.",
@@ -177,11 +170,3 @@ def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, 
         "",
     ]
     return "\n".join(lines)
-
-
-def _versions() -> list[str]:
-    lines = []
-    for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            lines.append(f"- {name} {importlib.metadata.version(name)}")
-    return lines

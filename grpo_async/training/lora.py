@@ -126,28 +126,26 @@ def _target_names(model: Any, section: LoraSection) -> list[str]:
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if section.target_modules == "all-linear":
         return linear
-    known = sorted({name.rpartition(".")[2] for name in linear})
+    return _ending_in(section.target_modules, linear, "model.lora.target_modules")
+
+
+def _ending_in(wanted: Sequence[str], names: Sequence[str], key: str) -> list[str]:
+    """The names that are one of `wanted` or end in it. Raises ConfigError, for the setting `key`, where there is none."""
     chosen: list[str] = []
-    for target in section.target_modules:
-        fitting = [name for name in linear if name == target or name.endswith(f".{target}")]
+    for end in wanted:
+        fitting = [name for name in names if name == end or name.endswith(f".{end}")]
         if not fitting:
+            known = sorted({name.rpartition(".")[2] for name in names})
             raise ConfigError(
-                f"model.lora.target_modules: no linear layer's name ends in {target!r}, the head aside; there are {known}"
+                f"{key}: no module that can be trained so has a name that ends in {end!r}; there are {known}"
             )
         chosen += [name for name in fitting if name not in chosen]
     return chosen
 
 
 def _saved_modules(model: Any, section: LoraSection) -> list[str]:
-    chosen: list[str] = []
-    for wanted in section.modules_to_save:
-        fitting = [name for name, _ in model.named_modules() if name == wanted or name.endswith(f".{wanted}")]
-        if not any(True for name in fitting for _ in model.get_submodule(name).parameters()):
-            known = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if each._parameters})
-            raise ConfigError(
-                f"model.lora.modules_to_save: no module with parameters has a name that ends in {wanted!r}; there are {known}"
-            )
-        chosen += [name for name in fitting if name not in chosen]
+    holding = [name for name, each in model.named_modules() if name and any(True for _ in each.parameters())]
+    chosen = _ending_in(section.modules_to_save, holding, "model.lora.modules_to_save")
     own = {id(parameter) for name in chosen for parameter in model.get_submodule(name).parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in own and not _is_in(name, chosen):

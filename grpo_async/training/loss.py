@@ -253,17 +253,17 @@ class UserLoss:
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         loss = self._function(inputs, **self._arguments)
         expected = tuple(inputs.logprobs.shape)
-        wanted = f"it has to return a floating-point tensor of shape {expected}, the loss of each token"
-        if not isinstance(loss, torch.Tensor):
-            raise RunError(f"loss.function: {self._name} returned a {type(loss).__name__}; {wanted}")
-        if tuple(loss.shape) != expected or not loss.is_floating_point():
-            raise RunError(
-                f"loss.function: {self._name} returned a tensor of shape {tuple(loss.shape)} and {loss.dtype}; {wanted}"
+        returned, is_usable = f"a {type(loss).__name__}", False
+        if isinstance(loss, torch.Tensor):
+            has_gradient = loss.requires_grad or not torch.is_grad_enabled()
+            returned = (
+                f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}{'' if has_gradient else ' without gradient'}"
             )
-        if torch.is_grad_enabled() and not loss.requires_grad:
+            is_usable = tuple(loss.shape) == expected and loss.is_floating_point() and has_gradient
+        if not is_usable:
             raise RunError(
-                f"loss.function: {self._name} returned a tensor without gradient, so nothing would be learned; make it depend on "
-                "inputs.logprobs (not detached)"
+                f"loss.function: {self._name} returned {returned}; it has to return a floating-point tensor of shape {expected}, "
+                "the loss of each token, with gradient by inputs.logprobs (not detached)"
             )
         with torch.no_grad():
             ratio = ratio_of(inputs.logprobs - inputs.proximal_logprobs)

@@ -9,6 +9,7 @@ and products are in the compute dtype; gradients are reduced and parameters kept
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, cast
@@ -32,6 +33,8 @@ from grpo_async.training.logprobs import (
     chunked_logprobs,
     is_plain_linear,
 )
+from grpo_async.training.lora import adapters_off
+from grpo_async.training.parameters import local_of
 from grpo_async.training.quantize import layers_in_4_bits
 
 _KEPT_NAMES = (
@@ -322,3 +325,32 @@ def reshard(policy: nn.Module) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+class Reference:
+    """The policy that the KL term compares with: a second model over the same ranks, frozen here or synced with the policy
+    (`loss.sync_ref_model`), or, `without_adapters`, the trained one without its adapters, which costs no memory."""
+
+    def __init__(self, policy: Policy, *, without_adapters: bool = False) -> None:
+        self.policy = policy
+        self._without_adapters = without_adapters
+        if not without_adapters:
+            policy.requires_grad_(False)
+
+    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """Log-probabilities of the trained tokens of a micro-batch: (N,) float32, natural log, at the run's temperature, without
+        gradient. A collective: every rank makes the same number of calls, including batches without trained tokens."""
+        with torch.no_grad(), adapters_off(self.policy.model) if self._without_adapters else nullcontext():
+            logprobs: torch.Tensor = self.policy(batch).logprobs
+        reshard(self.policy)
+        return logprobs
+
+    @torch.no_grad()
+    def sync(self, policy: Policy, *, alpha: float) -> None:
+        """reference <- alpha policy + (1 - alpha) reference (TR-DPO, arXiv 2404.09656, equation 4). Both are sharded in the same
+        way, so each rank updates its own rows and no rank waits."""
+        pairs = zip(self.policy.named_parameters(), policy.named_parameters(), strict=True)
+        for (name, reference), (same_name, trained) in pairs:
+            assert name == same_name
+            rows = local_of(reference)
+            rows.lerp_(local_of(trained).to(rows), alpha)

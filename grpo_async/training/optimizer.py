@@ -1,5 +1,5 @@
-"""The optimizer of a policy: AdamW, AdamW with moments in 8 bits, or Muon, on the shards of FSDP. Weight decay applies to matrices,
-not to biases and norms.
+"""The optimizer of a policy, on the shards of FSDP: AdamW, AdamW with moments in 8 bits, or Muon; and its learning rate. Weight
+decay applies to matrices, not to biases and norms.
 
 (torch.optim.Muon does not support stacks of matrices, such as fused experts, and cannot share an optimizer with AdamW. torchao's
 AdamW8bit compiles its step, on a CPU for half a minute, and its state is of a tensor class of its own.)"""
@@ -18,6 +18,7 @@ from torch.distributed.tensor import zeros as distributed_zeros
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
+from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import OptimizerSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.model import Policy, decoder_layers
@@ -270,3 +271,49 @@ def orthogonalize(update: torch.Tensor) -> torch.Tensor:
         matrix = a * matrix + (b * gram + c * gram @ gram) @ matrix
     result: torch.Tensor = matrix.mT if is_tall else matrix
     return result
+
+
+def lr_factors(config: ExperimentConfig) -> Callable[[int], float]:
+    """The factor on `optimizer.lr` by 0-based step; a function of the step alone, so a resume needs no state of it.
+
+    Warmup: (step + 1) / warmup_steps. (transformers begins at 0, which wastes the first step.) Then the schedule begins, and
+    ends at the run's last step. With 10 steps, 2 of warmup and `linear`: 0.5, 1, 1, 0.875, 0.75, ..., 0.125."""
+    warmup = config.warmup_steps
+    after = _after_warmup(config)
+    return lambda step: (step + 1) / warmup if step < warmup else after(step - warmup)
+
+
+def _after_warmup(config: ExperimentConfig) -> Callable[[int], float]:
+    optimizer, name = config.optimizer, config.optimizer.schedule
+    floor = optimizer.min_lr_ratio
+    defaults: dict[str, tuple[str, dict[str, float | None]]] = {
+        "linear": ("polynomial", {"lr_end": floor * optimizer.lr}),
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": floor}),
+        "polynomial": (name, {"lr_end": floor * optimizer.lr}),
+        "warmup_stable_decay": (name, {"min_lr_ratio": floor}),
+        "inverse_sqrt": (name, {"timescale": config.warmup_steps or None}),
+    }
+    scheduler_name, arguments = defaults.get(name, (name, {}))
+    arguments = {**arguments, **optimizer.schedule_kwargs}
+    if name == "constant" and arguments:
+        raise ConfigError("optimizer.schedule_kwargs: constant takes none; set optimizer.schedule, or leave them out")
+    if name == "constant" or arguments.get("lr_end") == optimizer.lr:  # which transformers refuses
+        return lambda step: 1.0
+    from transformers.optimization import get_scheduler
+
+    dummy: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=optimizer.lr)
+    try:
+        scheduler = get_scheduler(
+            scheduler_name,
+            dummy,
+            num_warmup_steps=0,
+            num_training_steps=max(1, config.num_steps - config.warmup_steps),
+            scheduler_specific_kwargs=arguments,
+        )
+        factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+        factor(0)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optimizer.schedule_kwargs: {name} cannot be created with {optimizer.schedule_kwargs}: {error}"
+        ) from error
+    return factor

@@ -261,22 +261,15 @@ class ShardedParameters(GatheredParameters):
 
 
 class AdapterParameters(GatheredParameters):
-    """The factors of each adapted weight; see weights.adapters. `path` and `revision`: where servers find the base. `swap`: see
-    GatheredParameters."""
+    """The factors of each adapted weight; see weights.adapters. `section`: of the model, with the base of the adapters."""
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        path: str,
-        served_dtype: torch.dtype,
-        device: torch.device | None = None,
-        revision: str | None = None,
-        swap: bool = False,
+        self, model: Any, section: ModelSection, *, served_dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
         self._device = device or torch.device("cpu")
-        self._path, self.swap = path, swap
-        files = BaseWeights(path, revision=revision)
+        self._path = section.path
+        self.swap = swap = section.lora is not None and section.lora.push == "adapter_swap"
+        files = BaseWeights(section.path, revision=section.revision)
         self.base: AdapterBase = AdapterBase(digest=files.digest, dtype_name=dtype_name(served_dtype))
         sources = {source.name: source for source in list_sources(model)}
         self._deltas: dict[str, LoraDelta] = {}
@@ -304,14 +297,7 @@ def choose_parameters(
     model: Any, section: ModelSection, *, served_dtype: torch.dtype, device: torch.device
 ) -> GatheredParameters:
     if section.lora is not None and section.lora.push in ("adapter", "adapter_swap"):
-        return AdapterParameters(
-            model,
-            path=section.path,
-            served_dtype=served_dtype,
-            device=device,
-            revision=section.revision,
-            swap=section.lora.push == "adapter_swap",
-        )
+        return AdapterParameters(model, section, served_dtype=served_dtype, device=device)
     return ShardedParameters(model, wire_dtype=served_dtype, device=device)
 
 

@@ -23,14 +23,13 @@ from grpo_async.run_directory import RunDir
 from grpo_async.training.checkpoint import CheckpointState, CheckpointWriter, load_tensors
 from grpo_async.training.export import export_model
 from grpo_async.training.loss import Objective
-from grpo_async.training.model import Policy
+from grpo_async.training.model import Policy, Reference
 from grpo_async.training.parameters import list_sources, local_of
+from grpo_async.training.pipeline import peak_bytes
 from grpo_async.training.quantize import layers_in_4_bits
-from grpo_async.training.reference import Reference, score_twice
 from grpo_async.training.step import StepResult, train_step
-from grpo_async.training.timing import peak_bytes
 from grpo_async.training.token_statistics import TokenCollector
-from grpo_async.training.verify import TrainerScores
+from grpo_async.training.verify import TrainerScores, score_twice
 from grpo_async.weights.buckets import GatheredParameters
 from grpo_async.weights.ipc import SharedBuffers
 from grpo_async.weights.push import GatherCommand, hand_over

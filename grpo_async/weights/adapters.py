@@ -118,10 +118,10 @@ class BaseWeights:
 
 def _fit(pair: Sequence[ParameterSpec | None], shape: Sequence[int]) -> bool:
     b, a = pair
-    if b is None or a is None or b.dtype_name != "float32" or a.dtype_name != "float32":
+    if b is None or a is None or len(b.shape) != 2 or len(a.shape) != 2:
         return False
-    (rows, *b_rank), (*a_rank, columns) = b.shape or (0,), a.shape or (0,)
-    return len(b_rank) == 1 and b_rank == a_rank and (rows, columns) == tuple(shape)
+    makes_shape = b.shape[1] == a.shape[0] and (b.shape[0], a.shape[1]) == tuple(shape)
+    return makes_shape and b.dtype_name == a.dtype_name == "float32"
 
 
 def problems_with_base(own_digest: str, served_digest: str | None, path: str) -> list[str]:

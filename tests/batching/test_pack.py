@@ -5,8 +5,6 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
-import torch
-
 from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import EMPTY_ROW_TOKENS, BatchPlan, MicroBatchPlan, plan_batch
 from grpo_async.batching.prefixes import prefix_order
@@ -57,12 +55,3 @@ def test_unpacked_rows_are_padded_tool_tokens_are_no_targets_and_a_rank_without_
     assert batch.advantages.tolist() == [1.0, 1.0, -2.0]
     assert nothing.input_ids.shape == (1, EMPTY_ROW_TOKENS)
     assert batch.minibatch_tokens == nothing.minibatch_tokens == 3
-
-
-def test_a_moved_micro_batch_keeps_what_is_no_tensor() -> None:
-    (batch,) = _pack(
-        [make_sample(completion=[5])], [1.0], plan_batch([3], world_size=1, micro_batch_tokens=8, pack=True)
-    )[0]
-    moved = batch.to(torch.device("meta"))
-    assert moved.minibatch_tokens == 1
-    assert moved.weights.device.type == moved.input_ids.device.type == "meta"

@@ -105,16 +105,6 @@ def test_long_samples_cost_more_than_as_many_tokens_in_short_ones() -> None:
     assert sorted(each.row_tokens for rank in plan.ranks for each in rank) == [26_000, 58_000]
 
 
-def test_more_ranks_than_samples_leaves_empty_micro_batches_not_missing_ones() -> None:
-    plan = _plan([5], world_size=3)
-    assert [[each.num_computed_tokens for each in rank] for rank in plan.ranks] == [
-        [5],
-        [EMPTY_ROW_TOKENS],
-        [EMPTY_ROW_TOKENS],
-    ]
-    assert plan.num_computed_tokens == 5 + 2 * EMPTY_ROW_TOKENS
-
-
 def test_a_sample_longer_than_a_micro_batch_is_refused_by_name_of_the_setting() -> None:
     with pytest.raises(ValueError, match=r"training\.micro_batch_tokens = 64"):
         _plan([65])

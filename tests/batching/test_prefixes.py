@@ -27,12 +27,6 @@ def _distinct(samples: Sequence[Sequence[int]]) -> int:
     return len({tuple(ids[: end + 1]) for ids in samples for end in range(len(ids))})
 
 
-def test_the_worked_example() -> None:
-    found = prefix_order([np.array(ids, np.int32) for ids in ([1, 2, 5], [9], [1, 2, 6, 7])])
-    assert found.order.tolist() == [0, 2, 1]
-    assert found.shared.tolist() == [0, 2, 0]
-
-
 def test_every_distinct_prefix_of_a_micro_batch_is_computed_once_and_leads_to_its_tokens() -> None:
     """200 random trees, on up to three ranks."""
     for case in range(200):

@@ -23,8 +23,7 @@ from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.records import Origin, Prompt, TaggedMessage
 from grpo_async.run_directory import RunDir
 from grpo_async.training.load import load_policy
-from grpo_async.training.reference import score_twice
-from grpo_async.training.verify import TrainerScores, probe_sequences
+from grpo_async.training.verify import TrainerScores, probe_sequences, score_twice
 from grpo_async.utils.text import count
 from tests.launch.support import make_config
 from tests.servers.embedded_support import Live, live, load

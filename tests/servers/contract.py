@@ -20,7 +20,7 @@ import torch
 
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import TOP
-from grpo_async.training.reference import score_sequences
+from grpo_async.training.verify import score_sequences
 from tests.servers.embedded_support import (
     Output,
     Served,

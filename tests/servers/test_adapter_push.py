@@ -98,11 +98,7 @@ def test_a_base_with_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 
 def test_a_base_that_the_trainer_has_rounded_is_refused(tiny_model: Path) -> None:
     lora = LoraSection(rank=4, push="adapter")
-    policy = load_policy(
-        ModelSection(path=str(tiny_model), dtype="bfloat16", lora=lora),
-        temperature=1.0,
-        chunk_tokens=16,
-        max_model_len=64,
-    )
+    section = ModelSection(path=str(tiny_model), dtype="bfloat16", lora=lora)
+    policy = load_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=64)
     with pytest.raises(ConfigError, match=r"model\.lora\.push: .* \(float32\), the trainer has it rounded"):
-        AdapterParameters(policy.model, path=str(tiny_model), served_dtype=torch.float32)
+        AdapterParameters(policy.model, section, served_dtype=torch.float32)

@@ -17,7 +17,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.training import checkpoint
 from grpo_async.training.checkpoint import CheckpointWriter
 from grpo_async.training.export import export_model
-from grpo_async.training.reference import Reference
+from grpo_async.training.model import Reference
 from tests.support.loss_inputs import loss_section
 from tests.support.rank_jobs import build, fingerprint, one_step, random_samples
 from tests.training import shard_jobs
@@ -144,26 +144,14 @@ def find_undamaged_steps(model: str, run: str) -> dict[str, Any]:
     return found
 
 
-def load_with_other_settings(model: str, run: str, optimizer: Any) -> dict[str, Any]:
-    """The settings of the optimizer's groups before and after a checkpoint is loaded that was written with others."""
-    (policy, first), (run_dir, writer) = build(model, optimizer=optimizer), _writer(run)
-    writer.begin(1, policy, first, _state(1))
-    writer.wait()
-    dist.barrier()
-    policy, second = build(model, optimizer=optimizer)
-    for group in second.param_groups:
-        group |= {"betas": (0.5, 0.6), "eps": 0.25, "weight_decay": 0.75, "momentum": 0.5}
-    before = [{name: value for name, value in group.items() if name != "params"} for group in second.param_groups]
-    checkpoint.load_tensors(run_dir, 1, policy, second)
-    after = [{name: value for name, value in group.items() if name != "params"} for group in second.param_groups]
-    return {"before": before, "after": after}
-
-
 def load_and_go_on(model: str, run: str, **settings: Any) -> dict[str, Any]:
     policy, optimizer = build(model, **settings)
     one_step(policy, optimizer, random_samples(seed=9))  # somewhere else, so that loading has to change everything
+    for group in optimizer.param_groups:  # a setting that the resume has changed; the step below has its own
+        group["lr"] = 0.25
     run_dir = RunDir(Path(run))
     checkpoint.load_tensors(run_dir, 1, policy, optimizer)
+    rates = [group["lr"] for group in optimizer.param_groups]
     state = checkpoint.load_state(run_dir, 1)
     result = one_step(policy, optimizer, random_samples(seed=1))
     return {
@@ -172,6 +160,7 @@ def load_and_go_on(model: str, run: str, **settings: Any) -> dict[str, Any]:
         "step": state.step,
         "data": state.rollouts["data"],
         "lines": list(state.lines),
+        "rates": rates,
     }
 
 

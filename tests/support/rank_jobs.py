@@ -9,19 +9,17 @@ import torch.distributed as dist
 
 from grpo_async.batching.minibatch import token_weights
 from grpo_async.batching.pack import MicroBatch, split_by_rank
-from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
+from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.prefixes import prefix_order
 from grpo_async.config.sections import BaseLoss, ClippedLoss, LoraSection, ModelSection, OptimizerSection
 from grpo_async.records import RolloutSample
 from grpo_async.training.context_parallel import ContextGroup
 from grpo_async.training.load import build_policy, load_weights
 from grpo_async.training.loss import Objective
-from grpo_async.training.model import Policy, make_mesh, shard_policy
+from grpo_async.training.model import Policy, Reference, make_mesh, shard_policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import ShardedParameters
-from grpo_async.training.reference import Reference
 from grpo_async.training.step import StepResult, train_step
-from tests.support.loss_inputs import loss_section
 from tests.support.records import make_sample
 
 
@@ -93,12 +91,10 @@ def one_step(
     trainer_version: int = 0,
     micro_batch_tokens: int = 4096,
     pack: bool = True,
-    one_by_one: bool = False,
     shares_prefixes: bool = True,
     loss_scale: float = 1.0,
 ) -> StepResult:
-    """One step on this rank's part of the samples, cut into minibatches of neighbors. `one_by_one`: every sample is a micro-batch;
-    ranks take turns."""
+    """One step on this rank's part of the samples, cut into minibatches of neighbors."""
     section = loss or ClippedLoss()
     size = -(-len(samples) // num_minibatches)
     minibatches: list[list[MicroBatch]] = []
@@ -113,9 +109,6 @@ def one_step(
             pack=pack,
             prefixes=prefix_order([sample.token_ids for sample in part]) if shares_prefixes else None,
         )
-        if one_by_one:
-            each = [MicroBatchPlan(rows=[[index]], row_tokens=length) for index, length in enumerate(lengths)]
-            plan = BatchPlan(ranks=[each[rank::world_size] for rank in range(world_size)])
         weights = token_weights(part, plan, reduction=section.resolved_reduction, max_completion_tokens=32)
         minibatches.append(split_by_rank(part, weights, plan, trainer_version=trainer_version)[dist.get_rank()].pack())
     return train_step(
@@ -141,31 +134,3 @@ def fingerprint(policy: Policy) -> dict[str, float]:
             flat = tensor.double().cpu().reshape(-1)
             values[next(specs).name] = float((flat * torch.linspace(1.0, 2.0, flat.numel())).sum())
     return values
-
-
-def train_with_each_loss(
-    model: str, reference: str, losses: dict[str, dict[str, Any]], **settings: Any
-) -> dict[str, Any]:
-    """A step of two updates for each loss, each from the same weights."""
-    results: dict[str, Any] = {}
-    frozen = Reference(build(reference)[0])
-    for name, values in losses.items():
-        section = loss_section(**values)
-        policy, optimizer = build(model)
-        step = one_step(
-            policy,
-            optimizer,
-            random_samples(spread=0.2),
-            loss=section,
-            num_minibatches=2,
-            reference=frozen,
-            trainer_version=3,
-            **settings,
-        )
-        results[name] = {
-            "updates": step.updates,
-            "tokens": step.num_tokens,
-            "metrics": step.metrics,
-            "weights": fingerprint(policy),
-        }
-    return results

@@ -31,7 +31,7 @@ from grpo_async.utils.processes import die_with_parent, importing_much
 LIMIT_S = 300.0
 PRELOADED = (
     "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3",
-    "tests.support.checkpoint_jobs", "tests.support.forward_jobs", "tests.training.statistics_jobs",
+    "tests.support.checkpoint_jobs", "tests.training.statistics_jobs",
 )  # fmt: skip
 """What most jobs need, libraries import late, and a fork would otherwise import again."""
 

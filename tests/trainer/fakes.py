@@ -20,12 +20,10 @@ from grpo_async.trainer.publish import Publisher
 from grpo_async.trainer.report import Reporter
 from grpo_async.trainer.saving import Saver
 from grpo_async.training.checkpoint import CheckpointState
-from grpo_async.training.loss_scale import NonfiniteSteps
-from grpo_async.training.metrics import PipelineMeter
+from grpo_async.training.optimizer import lr_factors
+from grpo_async.training.pipeline import Activity
 from grpo_async.training.ranks import Command, CommandChannel
-from grpo_async.training.schedule import lr_factors
-from grpo_async.training.step import StepResult
-from grpo_async.training.timing import Activity
+from grpo_async.training.step import NonfiniteSteps, StepResult
 from grpo_async.weights.push import GatherCommand
 from tests.support.configs import small_config
 
@@ -142,7 +140,7 @@ def make_trainer(
     store: Any = SimpleNamespace(stores=lambda group_id, status: stores(group_id))
     sync = sync or FakeSync()
     log = log or SimpleNamespace(write=lambda step, metrics: lines.append(metrics), sync=lambda: None)
-    control, activity, meter = ControlClient(None), Activity(), PipelineMeter()
+    control, activity = ControlClient(None), Activity()
     start = state.step if state else 0
     nonfinite = NonfiniteSteps(
         state.counters if state else {}, is_float16=context.config.model.compute_dtype == "float16"
@@ -160,10 +158,10 @@ def make_trainer(
         lr_factor=lr_factors(context.config),
         reporter=Reporter(
             context=context, control=control, fleet=sync.fleet, source=source, evaluations=evaluations, log=log,
-            trackers=Trackers(()), meter=meter, activity=activity, start=start,
+            trackers=Trackers(()), activity=activity, start=start,
         ),
         saver=Saver(
-            context=context, source=source, log=log, meter=meter, nonfinite=nonfinite, evaluations=evaluations,
+            context=context, source=source, log=log, nonfinite=nonfinite, evaluations=evaluations,
             activity=activity, fingerprints={}, saved_step=state.step if state else None,
         ),
         activity=activity,

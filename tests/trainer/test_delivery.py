@@ -19,8 +19,8 @@ from grpo_async.trainer.publish import Publisher
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.load import load_policy
 from grpo_async.training.parameters import choose_parameters
+from grpo_async.training.pipeline import Activity
 from grpo_async.training.ranks import TrainerContext
-from grpo_async.training.timing import Activity
 from grpo_async.training.verify import probe_sequences
 from grpo_async.weights.push import WeightTransport
 from tests.launch.support import make_config

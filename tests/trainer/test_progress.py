@@ -12,7 +12,7 @@ import pytest
 
 from grpo_async.inference.fleet import ServerState
 from grpo_async.trainer.progress import StallWatch
-from grpo_async.training.timing import Activity
+from grpo_async.training.pipeline import Activity
 
 TIMEOUT_S = 0.5
 

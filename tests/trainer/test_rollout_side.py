@@ -14,7 +14,7 @@ import pytest
 
 from grpo_async.buffer.ledger import is_balanced
 from grpo_async.chat.renderer import load_renderer
-from grpo_async.errors import ConfigError, DeadlineError, RunError
+from grpo_async.errors import ConfigError, RunError
 from grpo_async.records import GroupStatus
 from grpo_async.trainer.rollout_side import load_rollout_inputs
 from grpo_async.training.checkpoint import CheckpointState
@@ -22,8 +22,6 @@ from tests.support.local_server import Request, line, local_server
 from tests.support.records import make_scored
 from tests.support.stored import LineStore, read_groups
 from tests.trainer.sides import number_in_group, odd_or_even, open_side, serve, side_config, take
-
-LONG_S = 500.0
 
 
 async def _silent(request: Request) -> AsyncIterator[bytes]:
@@ -46,29 +44,12 @@ def test_a_stop_dispatches_nothing_more_although_there_is_room(tiny_model: Path,
         assert side.source.ledger_snapshot()["groups"]["cancelled"] == 10
 
 
-def test_a_server_that_never_gets_ready_a_silent_request_and_an_empty_queue_have_deadlines_of_their_own(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """The request timeout ends a silent request, the queue timeout ends the step's wait; neither does the other's work.
-
-    The startup timeout is in test_lead.
-    """
-    request = side_config(
-        tmp_path,
-        tiny_model,
-        inference={"request_timeout_s": 0.3, "max_retries": 0, "startup_timeout_s": LONG_S},
-        training={"queue_timeout_s": LONG_S},
-    )
-    with local_server(_silent) as server, open_side(request, server) as side:
+def test_a_request_that_is_silent_ends_at_its_own_deadline(tiny_model: Path, tmp_path: Path) -> None:
+    """That of the queue: tests/evaluation/test_evaluation_source.py."""
+    config = side_config(tmp_path, tiny_model, inference={"request_timeout_s": 0.3, "max_retries": 0})
+    with local_server(_silent) as server, open_side(config, server) as side:
         side.source.start()
         with pytest.raises(RunError, match=r"8 consecutive failures.*was silent for 0\.3 s"):
-            take(side, 2)
-    queue = side_config(
-        tmp_path, tiny_model, inference={"request_timeout_s": LONG_S}, training={"queue_timeout_s": 0.3}
-    )
-    with local_server(_silent) as server, open_side(queue, server) as side:
-        side.source.start()
-        with pytest.raises(DeadlineError, match=r"raise `training\.queue_timeout_s`"):
             take(side, 2)
 
 

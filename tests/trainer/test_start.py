@@ -23,7 +23,7 @@ from grpo_async.display.summary import print_summary
 from grpo_async.errors import ConfigError, RunError, ServerUnavailableError
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.findings import RunHistory
-from grpo_async.processes.assignment import Assignment, Purpose
+from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.run_directory import RunDir
 from grpo_async.trainer import connections as connections_module
@@ -43,7 +43,6 @@ class _Fleet:
     def __init__(self, events: list[str], closed: list[str]) -> None:
         self.events = events
         self.up: list[bool | Exception] = []
-        self.deadlines_s: list[float] = []  # of the waits for a server
         self.failures: list[Any] = []
         self.listeners: list[Callable[[], None]] = []
         self.life, self.is_silent = "first", False
@@ -56,7 +55,6 @@ class _Fleet:
 
     def wait_until_up(self, *, deadline_s: float, stop: Any, heartbeat: Callable[[], object] = lambda: None) -> bool:
         heartbeat()
-        self.deadlines_s.append(deadline_s)
         answer = self.up.pop(0) if self.up else True
         if isinstance(answer, Exception):
             raise answer
@@ -211,7 +209,6 @@ def _lead(
     config: ExperimentConfig,
     *,
     resume_step: int | None = None,
-    purpose: Purpose = "train",
 ) -> list[str]:
     """Run rank 0; what it told the other ranks."""
     config = config.model_copy(update={"evaluation": EvaluationSection()})
@@ -219,7 +216,7 @@ def _lead(
     run_dir.create()
     place = Assignment(
         run_dir=run_dir, attempt_dir=run_dir.latest_logs, private_dir=run_dir.root, server_urls=("http://127.0.0.1:1",),
-        resume_step=resume_step, purpose=purpose,
+        resume_step=resume_step,
     )  # fmt: skip
     sizes = SimpleNamespace(get_text_config=lambda: SimpleNamespace(to_dict=dict))
     model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(num_embeddings=7), config=sizes)
@@ -256,25 +253,6 @@ def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_wer
     ]  # fmt: skip
 
 
-def test_a_run_of_zero_steps_evaluates_the_pushed_weights_and_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stub = _Stub(monkeypatch)
-    told = _lead(stub, make_config(tmp_path), purpose="evaluation")
-    assert stub.events == [
-        "look for servers",
-        "exchange",
-        "push 0",
-        "exchange",
-        "push 0",
-        "serve 0",
-        "preflight",
-        "evaluate 0",
-    ]
-    assert told[-1] == "StopCommand"
-    assert not (tmp_path / "runs" / "test" / "summary.json").exists()
-
-
 def test_a_resume_with_another_tokenizer_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other contents: tests/training/test_fingerprints.py."""
     stub = _Stub(monkeypatch)
@@ -292,16 +270,6 @@ def test_a_push_that_fails_generates_nothing(tmp_path: Path, monkeypatch: pytest
         _lead(stub, make_config(tmp_path))
     assert stub.events == ["look for servers", "exchange", "exchange"]
     assert sorted(stub.closed) == ["fleet", "rollout side", "weight group"]
-
-
-def test_a_wait_for_a_server_has_the_deadline_of_the_start_and_tells_the_other_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stub = _Stub(monkeypatch)
-    stub.sync.outcomes = [None, None]  # the first pushes reach no server
-    told = _lead(stub, make_config(tmp_path, inference={"startup_timeout_s": 77.0}))
-    assert told.count("WaitCommand") == 2
-    assert stub.fleet.deadlines_s == [77.0, 77.0]  # for the first server, and for one to take the weights
 
 
 def test_a_check_that_fails_ends_the_run_before_anything_is_generated(

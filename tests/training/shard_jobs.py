@@ -15,9 +15,9 @@ from torch.distributed import distributed_c10d
 from grpo_async.config.sections import ModelSection
 from grpo_async.training import load as load_module
 from grpo_async.training import step as step_module
-from grpo_async.training.model import Policy, make_mesh, shard_policy
+from grpo_async.training.model import Policy, Reference, make_mesh, shard_policy
 from grpo_async.training.parameters import list_sources
-from grpo_async.training.reference import Reference, one_row, score_sequences
+from grpo_async.training.verify import one_row, score_sequences
 from tests.support.rank_jobs import build, one_step, random_samples
 
 MODULE = "tests.training.shard_jobs"

@@ -15,8 +15,8 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.records import TOP, RolloutSample, ScoredGroup, TokenStats, TopArray
 from grpo_async.run_directory import RunDir
 from grpo_async.training.loss import Objective
+from grpo_async.training.model import Reference
 from grpo_async.training.ranks import CommandChannel, StopCommand, TrainerContext, follow
-from grpo_async.training.reference import Reference
 from tests.support.rank_jobs import build, fingerprint, random_samples
 from tests.support.records import make_scored
 from tests.trainer.fakes import FakeSource, loop_config, make_trainer

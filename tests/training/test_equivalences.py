@@ -45,12 +45,11 @@ LOSSES: dict[str, dict[str, Any]] = {
     "sapo": {"type": "sapo", **_COMMON, "correction": _MASKED},
     "custom": {
         "type": "custom",
-        "function": "tests.training.test_losses_user:reinforce",
+        "function": "tests.training.test_objective:reinforce",
         **_COMMON,
         "correction": _TOKENS,
     },
 }
-BNPO = {"bnpo": {"type": "bnpo", **_SUM, "correction": _TOKENS}}
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +140,6 @@ def test_the_masks_and_weights_of_these_runs_act(plain: dict[str, Any]) -> None:
         assert {flag for row in plain[name]["statistics"].values() for flag in row["flags"]} - {0.0}, name
     weights = [plain[name]["weights"] for name in LOSSES]
     assert all(one != other for index, one in enumerate(weights) for other in weights[:index])
-
-
-def test_bnpo_is_the_same_on_two_ranks_with_the_same_micro_batches(models: dict[str, Path], tmp_path: Path) -> None:
-    """One sample in each micro-batch, on one rank or two: bnpo is then grpo, and does not care who has which."""
-    cut = {"one_by_one": True, "losses": BNPO}
-    one, two = (run_on_ranks("train_with_each_loss", n, tmp_path / str(n), **models, **cut) for n in (1, 2))
-    _assert_same(one["bnpo"], two["bnpo"])
 
 
 def test_a_rank_without_samples_and_groups_that_are_not_stored_do_no_harm(

@@ -14,7 +14,7 @@ from grpo_async.training.load import build_policy
 from grpo_async.training.lora import adapters_off, gather_adapter, gather_weights, write_adapter
 from grpo_async.training.model import Policy
 from grpo_async.training.parameters import ShardedParameters
-from grpo_async.training.reference import one_row
+from grpo_async.training.verify import one_row
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE
 from tests.training.tiny_models import collect, load_tiny, save_model, sum_of_logprobs
@@ -102,6 +102,7 @@ def test_a_base_in_4_bits_is_pushed_and_exported_as_it_computes(
     ("section", "words"),
     [
         ({"target_modules": ["q_proj", "nonsense"]}, "nonsense"),
+        ({"target_modules": ["proj"]}, "ends in 'proj'"),  # of q_proj: whole names only
         ({"target_modules": ["lm_head"]}, "lm_head"),
         ({"modules_to_save": ["nonsense"]}, "nonsense"),
         ({"modules_to_save": ["lm_head"]}, r"tied to one of \['lm_head'\]"),

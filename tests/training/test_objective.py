@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.batching.pack import MicroBatch, Segment
+from grpo_async.batching.pack import MicroBatch
+from grpo_async.config.sections import CustomLoss
+from grpo_async.errors import RunError
 from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.loss import (
+    LossInputs,
     Objective,
     ObjectiveOutput,
     TokenLoss,
+    UserLoss,
     clipped_loss,
     dppo_loss,
     gmpo_loss,
@@ -24,7 +29,7 @@ from grpo_async.training.loss import (
     sapo_loss,
     vespo_loss,
 )
-from tests.support.loss_inputs import loss_section, make_inputs
+from tests.support.loss_inputs import loss_section, make_inputs, token_batch
 from tests.trainer.fakes import loop_config
 
 
@@ -33,20 +38,8 @@ def _batch(
 ) -> MicroBatch:
     """Tokens with weight 1/4 each, and of staleness 1."""
     count = len(sampler)
-    ids = torch.zeros(1, count, dtype=torch.int64)
-    return MicroBatch(
-        input_ids=ids,
-        position_ids=ids,
-        segments=[Segment(count)],
-        source_index=torch.arange(count),
-        target_ids=torch.zeros(count, dtype=torch.int64),
-        sample_index=torch.tensor(samples or [0] * count),
-        sampler_logprobs=torch.tensor(sampler),
-        advantages=torch.tensor(advantages),
-        weights=torch.full((count,), 0.25),
-        staleness=torch.ones(count, dtype=torch.int64),
-        minibatch_tokens=minibatch_tokens,
-    )
+    known = {"sample_index": torch.tensor(samples or [0] * count), "minibatch_tokens": minibatch_tokens}
+    return token_batch(torch.tensor(sampler), torch.tensor(advantages), torch.full((count,), 0.25), **known)
 
 
 def _policy(logprobs: list[float], *, entropy: list[float] | None = None) -> PolicyOutput:
@@ -236,3 +229,46 @@ def test_a_teacher_adds_to_the_advantage_of_each_token_what_it_says_of_the_train
     policy = _policy([-1.0, -1.0])
     output = Objective(loss_section())(policy, batch)
     assert _gradient(output, policy.logprobs) == pytest.approx([1.5 / 4, -1.0 / 4])
+
+
+def reinforce(inputs: LossInputs, *, scale: float = 1.0) -> torch.Tensor:
+    return -scale * inputs.advantages * inputs.logprobs
+
+
+def returns_a_number(inputs: LossInputs) -> Any:
+    return inputs.logprobs.sum().item()
+
+
+def returns_the_mean(inputs: LossInputs) -> torch.Tensor:
+    return inputs.logprobs.mean()
+
+
+def forgets_the_gradient(inputs: LossInputs) -> torch.Tensor:
+    return inputs.logprobs.detach() * inputs.advantages
+
+
+tripled = functools.partial(reinforce, scale=3.0)
+
+
+def _load(name: str, **arguments: Any) -> UserLoss:
+    return UserLoss(CustomLoss(type="custom", function=f"{__name__}:{name}", arguments=arguments))
+
+
+def test_a_loss_gets_the_inputs_and_its_arguments() -> None:
+    inputs = make_inputs([1.5, 0.5], [2.0, -1.0])  # logprobs are -1
+    assert _load("reinforce", scale=2.0)(inputs).loss.tolist() == [4.0, -2.0]  # -2 x A x -1
+    assert _load("tripled")(inputs).loss.tolist() == [6.0, -3.0]
+    assert _load("reinforce")(inputs).ratio.tolist() == pytest.approx([1.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("returns_a_number", "returned a float"),
+        ("returns_the_mean", r"shape \(\)"),
+        ("forgets_the_gradient", "without gradient"),
+    ],
+)
+def test_a_result_that_cannot_be_used_is_explained(name: str, words: str) -> None:
+    with pytest.raises(RunError, match=words):
+        _load(name)(make_inputs([1.0, 1.0], [1.0, 1.0]))

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.config.sections import LoraSection, ModelSection
+from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import RolloutSample
 from grpo_async.training import families
 from grpo_async.training.families import one_sample_per_row
 from grpo_async.training.load import build_policy
-from grpo_async.training.lora import add_adapters
 from grpo_async.training.model import Policy, recompute_activations
 from tests.support.records import make_sample
 from tests.training.tiny_families import (
@@ -158,18 +157,6 @@ def test_samples_that_share_prefixes_are_computed_as_each_alone() -> None:
         batch = pack_tree(samples)
         assert batch.input_ids.numel() <= sum(len(sample.token_ids) for sample in samples)
         _assert_as_alone(model, samples, batch)
-
-
-def test_adapters_are_trained_on_shared_prefixes_as_on_each_sample_alone() -> None:
-    model = build_family("qwen3")
-    add_adapters(model, LoraSection(rank=4, alpha=8))
-    generator = torch.Generator().manual_seed(0)
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                module._parameters[name] = torch.nn.Parameter(0.1 * torch.randn(parameter.shape, generator=generator))
-    samples = tree_samples(0)
-    _assert_as_alone(model, samples, pack_tree(samples))
 
 
 def _assert_as_alone(model: Any, order: Sequence[RolloutSample], batch: MicroBatch) -> None:

@@ -10,10 +10,10 @@ import torch
 
 from grpo_async.errors import ConfigError
 from grpo_async.training.model import shard_policy
-from grpo_async.training.reference import one_row
+from grpo_async.training.verify import one_row, score_sequences
 from tests.support.ranks import run_on_ranks
-from tests.training.shard_jobs import MODULE
-from tests.training.tiny_models import load_tiny, sum_of_logprobs
+from tests.training.shard_jobs import MODULE, SEQUENCES
+from tests.training.tiny_models import load_tiny, save_model, sum_of_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +111,18 @@ def test_offloading_to_the_cpu_is_refused_on_a_cpu(tied_model: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"training\.cpu_offload"):
         shard_policy(load_tiny(tied_model), Mesh(), compute_dtype=torch.float32, cpu_offload=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_references_answer_as_their_models_do_on_two_ranks(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "qwen3", vocab_size=320)
+    other = save_model(tmp_path / "other", "qwen3", vocab_size=320, seed=1)
+    done = run_on_ranks("ask_references", 2, tmp_path / "run", module=MODULE, model=model, other=other)
+    expected = {
+        name: score_sequences(load_tiny(folder), SEQUENCES[:1], device=torch.device("cpu"))[0]
+        for name, folder in (("off", model), ("frozen", other))
+    }
+    for name, logprobs in expected.items():
+        assert done["first"][name] == pytest.approx(logprobs, abs=1e-5)
+        assert done["second"][name] == pytest.approx(logprobs, abs=1e-5)  # the policy has moved, the reference has not
+    assert (done["nothing"], done["gathered"], done["frozen"]) == ([0, 0], 0, 0)

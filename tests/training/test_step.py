@@ -20,7 +20,8 @@ from grpo_async.batching.plan import plan_batch
 from grpo_async.records import RolloutSample
 from grpo_async.training.loss import LossInputs
 from grpo_async.training.model import Policy
-from grpo_async.training.step import clip_, square_norm
+from grpo_async.training.step import LossScale, clip_, square_norm
+from grpo_async.training.token_statistics import TokenCollector
 from tests.support.loss_inputs import loss_section
 from tests.support.rank_jobs import random_samples
 from tests.training.tiny_models import build_tiny, step_alone
@@ -57,21 +58,6 @@ def _poisoned(samples: Sequence[RolloutSample]) -> list[RolloutSample]:
     return [replace(samples[0], advantage=float("nan")), *samples[1:]]
 
 
-def test_a_step_of_two_minibatches_is_two_updates_with_the_same_learning_rate(tiny_model: Path) -> None:
-    samples = random_samples(8)
-    halves = [_pack(samples[:4]), _pack(samples[4:])]
-    policy, optimizer = build_tiny(tiny_model)
-    result = step_alone(policy, optimizer, halves, loss_section(), lr=3e-3)
-    assert result.updates == (True, True)
-    assert [group["lr"] for group in optimizer.param_groups] == [3e-3] * len(optimizer.param_groups)
-    assert result.num_tokens == sum(sample.num_trained_tokens for sample in samples)
-    other, other_optimizer = build_tiny(tiny_model)
-    alone = [step_alone(other, other_optimizer, [half], loss_section(), lr=3e-3) for half in halves]
-    assert _same(_weights(policy), _weights(other))
-    assert result.loss == pytest.approx((alone[0].loss + alone[1].loss) / 2)
-    assert result.grad_norm == pytest.approx((alone[0].grad_norm + alone[1].grad_norm) / 2)
-
-
 def test_the_recomputed_policy_is_that_of_the_start_of_the_step_in_all_its_updates(tiny_model: Path) -> None:
     samples = random_samples(8)
     halves = [_pack(samples[:4]), _pack(samples[4:])]
@@ -105,7 +91,8 @@ def test_several_passes_are_updates_of_the_same_samples_against_the_policy_befor
     alone = [step_alone(other, other_optimizer, [half], loss_section()) for half in (*as_sampled, *as_sampled)]
     for weight, expected in zip(_weights(policy), _weights(other), strict=True):
         torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-7)
-    assert result.loss == pytest.approx(sum(step.loss for step in alone) / 4, rel=1e-5)
+    for name in ("loss", "grad_norm"):
+        assert getattr(result, name) == pytest.approx(sum(getattr(step, name) for step in alone) / 4, rel=1e-5)
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_the_others_are_made(tiny_model: Path) -> None:
@@ -151,7 +138,7 @@ def test_a_loss_scale_changes_nothing_but_what_overflows(tiny_model: Path) -> No
 
 
 def test_the_mismatch_of_trainer_and_sampler_is_that_of_their_tokens(tiny_model: Path) -> None:
-    """p99 to the width of a bin, 16%; both over all updates and micro-batches of the step."""
+    """Over all updates and micro-batches of the step."""
     samples = random_samples(8, spread=0.2)
     policy, optimizer = build_tiny(tiny_model)
     batches = [_pack(samples[:4], micro_batch_tokens=64), _pack(samples[4:])]
@@ -160,8 +147,8 @@ def test_the_mismatch_of_trainer_and_sampler_is_that_of_their_tokens(tiny_model:
     d = torch.cat([ours - theirs for ours, theirs in pairs]).double()
     metrics = step_alone(policy, optimizer, batches, loss_section(), lr=0.0).metrics
     assert metrics["sampling/kl"] == pytest.approx((d.exp() - d - 1.0).mean().item(), rel=1e-4)
-    exact = d.abs().quantile(0.99, interpolation="higher").item()
-    assert exact <= metrics["sampling/sampling_logp_difference/p99"] <= 1.16 * exact
+    assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(d.abs().mean().item(), rel=1e-4)
+    assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(d.abs().max().item(), rel=1e-4)
 
 
 def test_the_reference_is_asked_before_the_policy_and_for_every_micro_batch(tiny_model: Path) -> None:
@@ -209,7 +196,11 @@ def test_the_host_waits_for_the_device_once_an_update_whatever_the_number_of_mic
         def read(*arguments: Any, **named: Any) -> Any:
             caller = Path(sys._getframe(1).f_code.co_filename)
             is_mask = name != "__getitem__" or getattr(arguments[1], "dtype", None) == torch.bool
-            if is_mask and caller.parent.name == "training" and caller.stem in ("step", "metrics", "loss"):
+            if (
+                is_mask
+                and caller.parent.name == "training"
+                and caller.stem in ("step", "metrics", "loss", "token_statistics")
+            ):
                 reads[f"{caller.stem}: {name}"] += 1
             return original(*arguments, **named)
 
@@ -222,7 +213,9 @@ def test_the_host_waits_for_the_device_once_an_update_whatever_the_number_of_mic
     with monkeypatch.context() as patch:
         for name in _READS:
             patch.setattr(torch.Tensor, name, noting(name, getattr(torch.Tensor, name)))
-        step_alone(policy, optimizer, halves, loss_section(**section))
+        tokens = TokenCollector(sum(sample.num_trained_tokens for sample in samples), CPU)
+        step_alone(policy, optimizer, halves, loss_section(**section), tokens=tokens)
+        tokens.on_host()
     assert reads == {"metrics: tolist": 2}
 
 
@@ -252,3 +245,32 @@ def test_the_norm_of_bfloat16_gradients_is_not_rounded_to_8_bits_and_shows_what_
     assert square_norm([nn.Parameter(torch.zeros(2))], CPU).item() == 0.0
     parameters[-1].grad = torch.tensor([1.0, math.nan])
     assert math.isnan(square_norm(parameters, CPU).item())
+
+
+def _scales_of_torch(steps: list[bool]) -> list[float]:
+    """Of its GradScaler after each step, finite or not."""
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    found = []
+    for is_finite in steps:
+        parameter.grad = torch.full((1,), 1.0 if is_finite else torch.inf)
+        scaler.unscale_(optimizer)
+        scaler.update()
+        found.append(scaler.get_scale())
+    return found
+
+
+def test_the_loss_scale_follows_torchs_rule_and_goes_on_from_a_checkpoint() -> None:
+    steps = [True, False, False, *[True] * 2001, False, True]
+    scale, found = LossScale({}), []
+    for number, is_finite in enumerate(steps):
+        scale.update([True, is_finite])
+        found.append(float(scale.value))
+        if number == 1000:
+            scale = LossScale(scale.counters)
+    assert found == _scales_of_torch(steps)
+    for _ in range(40):
+        scale.update([False])
+    assert scale.value == 1

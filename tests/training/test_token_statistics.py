@@ -34,7 +34,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"type": "gspo", "epsilon": 0.05, "epsilon_high": 0.05},
     "cispo": {"type": "cispo", "epsilon_high": 1.2},
     "sapo": {"type": "sapo"},
-    "custom": {"type": "custom", "function": "tests.training.test_losses_user:reinforce"},
+    "custom": {"type": "custom", "function": "tests.training.test_objective:reinforce"},
     "token correction": {"type": "grpo", **_RECOMPUTED, "correction": _TOKENS},
     "sequence mask": {"type": "dr_grpo", **_RECOMPUTED, "correction": {**_SEQUENCES, "action": "mask"}},
     "log_linear": {"type": "dapo", "proximal": "log_linear", "correction": {"level": "token", "action": "none"}},

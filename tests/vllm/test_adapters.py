@@ -13,7 +13,7 @@ import torch
 
 from grpo_async.errors import WeightPushError
 from grpo_async.training.parameters import AdapterParameters, ShardedParameters
-from grpo_async.training.reference import score_sequences
+from grpo_async.training.verify import score_sequences
 from tests.servers.contract import LONG_PROMPT, PROMPT
 from tests.servers.embedded_support import Output, make_request
 from tests.support.adapter_push import adapted_policy, merged, push

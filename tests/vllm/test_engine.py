@@ -20,8 +20,7 @@ from grpo_async.inference.router import FixedServers
 from grpo_async.records import RolloutGroup
 from grpo_async.scoring.teachers import Teachers
 from grpo_async.training.load import load_policy
-from grpo_async.training.reference import score_twice
-from grpo_async.training.verify import compare_logprobs, probe_sequences, verify_limit
+from grpo_async.training.verify import compare_logprobs, probe_sequences, score_twice, verify_limit
 from tests.servers.contract import LONG_PROMPT, NUM_SLOTS, PROMPT, scores_of, weights_of
 from tests.servers.embedded_support import assert_exact, make_request, teacher_forced
 from tests.support.records import make_completion, make_prompt

@@ -11,13 +11,9 @@ from grpo_async.weights.buckets import (
     choose_bucket_bytes,
     cut_into_buckets,
     digests_of,
-    pack,
     samples_of,
-    unpack,
     update_problems,
 )
-from grpo_async.weights.receiver import parameter_specs
-from tests.support.weight_push import announcement
 
 
 def _specs(*num_floats: int) -> list[ParameterSpec]:
@@ -45,23 +41,6 @@ def test_buckets_grow_with_the_model_as_far_as_there_is_room(
     device = torch.device("cpu" if free is None else "cuda")
     assert choose_bucket_bytes(WeightsSection(), num_bytes, device=device) == expected
     assert choose_bucket_bytes(WeightsSection(bucket_mb=3), num_bytes, device=device) == 3 << 20
-
-
-def test_what_was_packed_is_unpacked_also_where_tensors_start_unaligned() -> None:
-    """3 bytes of bool, then float32 at byte 3, then bfloat16 at byte 11, then an int64 scalar at byte 13."""
-    tensors = {
-        "flags": torch.tensor([True, False, True]),
-        "weights": torch.tensor([1.5, -2.0]),
-        "half": torch.tensor([0.5]).bfloat16(),
-        "count": torch.tensor(7),
-    }
-    specs = parameter_specs(announcement(tensors))
-    total = sum(spec.num_bytes for spec in specs)
-    assert total == 3 + 8 + 2 + 8
-    buffer = pack(list(tensors.values()), into=torch.empty(total, dtype=torch.uint8))
-    for name, tensor in unpack(buffer, specs):
-        assert tensor.dtype == tensors[name].dtype
-        assert torch.equal(tensor, tensors[name]), name
 
 
 SERVED = {"a": [2, 3], "b": [4]}

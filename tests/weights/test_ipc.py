@@ -40,26 +40,6 @@ def _group_of_two(worker: torch.device = CPU) -> tuple[Any, Any]:
         return rendezvous.join("ipc", CPU), joining.result(TIMEOUT_S)
 
 
-def test_buckets_cross_through_two_buffers_that_are_shared_once(files: SharedFiles) -> None:
-    sizes = [1000, 900, 10, 5000, 1000]
-    trainer, worker = _group_of_two()
-    trainer.share(5000, [])
-    data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-
-    def receive() -> list[torch.Tensor]:
-        return [worker.receive(size, timeout_s=TIMEOUT_S)() for size in sizes]
-
-    receiving = in_thread(receive, name="receive")
-    for part in data:
-        trainer.send(pack([part], into=trainer.buffer(part.numel())), timeout_s=TIMEOUT_S)()
-    for sent, received in zip(data, receiving.result(TIMEOUT_S), strict=True):
-        assert torch.equal(sent, received)
-    worker.close()
-    trainer.close()
-    assert [event.split()[0] for event in files.events] == ["share", "share", "map", "map", "release", "release"]
-    assert [event.split()[-1] for event in files.events[:4]] == ["0", "1", "0", "1"]
-
-
 def test_a_send_ends_only_when_the_bucket_was_copied_out(files: SharedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the trainer would refill the buffer while the worker copies it."""
     trainer, worker = _group_of_two()

@@ -57,22 +57,6 @@ def _pair(monkeypatch: pytest.MonkeyPatch) -> tuple[list[NcclBackend], list[_Gro
         return list(backends), groups
 
 
-def test_buckets_arrive_in_memory_of_their_own_one_ahead_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    (trainer, worker), _ = _pair(monkeypatch)
-    data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (100, 300, 50)]
-
-    def receive() -> list[torch.Tensor]:
-        waits = [worker.receive(part.numel(), timeout_s=LIMIT_S) for part in data]
-        return [wait() for wait in waits]
-
-    with ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(receive)
-        for part in data:
-            trainer.send(trainer.buffer(part.numel()).copy_(part), timeout_s=LIMIT_S)()
-        received = receiving.result(LIMIT_S)
-    assert all(torch.equal(part, sent) for part, sent in zip(received, data, strict=True))
-
-
 def test_a_broadcast_that_hangs_ends_at_its_deadline_which_begins_with_the_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

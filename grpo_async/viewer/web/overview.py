@@ -160,21 +160,25 @@ def _values(metrics: Mapping[str, float], names: Sequence[str]) -> list[str]:
 
 
 def _replay_tables(run: RunDir, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Of each comparison that `grpo-async replay` made, both columns, and the tokens that differ most."""
+    """Of each comparison that `grpo-async replay` made."""
     for path in sorted(run.replays.glob("step_*.json"), key=lambda path: path.stat().st_mtime):
-        found = read_object(path, problems)
-        if not found:
-            continue
-        caption = f"Replay of step {found['step']}: {'; '.join(found['changes'])}"
-        columns = [numbers(found[name]) for name in ("recorded", "own", "other")]
-        names = list(dict.fromkeys([*columns[1], *columns[2]]))
-        rows = [[name, *(_values(each, [name])[0] for each in columns)] for name in names]
+        if found := read_object(path, problems):
+            yield from replay_tables(found)
+
+
+def replay_tables(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Of what `grpo-async replay --json` prints: the metrics side by side, and the tokens that differ most."""
+    caption = f"Replay of step {found['step']}: {'; '.join(found['changes']) or 'as it was'}"
+    columns = [numbers(found[name]) for name in ("recorded", "own", "other") if found[name] is not None]
+    names = dict.fromkeys(name for column in columns[1:] for name in column)
+    rows = [[name, *(_values(each, [name])[0] for each in columns)] for name in names]
+    if found["cosine"] is not None:
         rows.append(["cosine of the angle between the gradients", "", "", f"{found['cosine']:.4f}"])
-        yield {"caption": caption, "head": ["", "#recorded", "#replayed", "#with --set"], "rows": rows}
-        if found["tokens"]:
-            rows = [[rollout, str(at), text, f"{a:+.2e}", f"{b:+.2e}"] for rollout, at, text, a, b in found["tokens"]]
-            head = ["rollout", "#token", "text", "#slope as it was", "#with --set"]
-            yield {"caption": f"{caption}: the tokens that differ most", "head": head, "rows": rows}
+    yield {"caption": caption, "head": ["", "#recorded", "#replayed", "#with --set"][: len(columns) + 1], "rows": rows}
+    if found["tokens"]:
+        rows = [[rollout, str(at), text, f"{a:+.2e}", f"{b:+.2e}"] for rollout, at, text, a, b in found["tokens"]]
+        head = ["rollout", "#token", "text", "#slope as it was", "#with --set"]
+        yield {"caption": f"{caption}: the tokens that differ most", "head": head, "rows": rows}
 
 
 # -- the top of its page

@@ -1,16 +1,19 @@
-"""Score centering: what it is for (nothing is learned from a constant advantage), and the formula of the paper for each weight."""
+"""What the sampler's likeliest tokens are for. Score centering: nothing is learned from a constant advantage, and the formula of
+the paper for each weight. The sampling mask of top_k."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_async.batching.pack import MicroBatch, Segment
+from grpo_async.batching.pack import MicroBatch
 from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.loss import Objective
-from tests.support.loss_inputs import loss_section
+from tests.support.loss_inputs import loss_section, token_batch
 
 VOCAB, LOW, CAP = 9, 0.7, 1.3
 PLAIN = {"proximal": "recomputed"}
@@ -49,21 +52,13 @@ def _total(
     num_top: int | None,
 ) -> torch.Tensor:
     """The objective of one token in each place, by full logits."""
-    count = len(targets)
     logprobs = logits.log_softmax(-1)
-    unused = torch.zeros(1, count, dtype=torch.int64)
     top_ids = sampler.topk(num_top or 1).indices
-    batch = MicroBatch(
-        input_ids=unused,
-        position_ids=unused,
-        segments=[Segment(count)],
-        source_index=unused[0],
+    batch = token_batch(
+        sampler.gather(1, targets[:, None])[:, 0],
+        advantages,
+        weights,
         target_ids=targets,
-        sample_index=unused[0],
-        sampler_logprobs=sampler.gather(1, targets[:, None])[:, 0],
-        advantages=advantages,
-        weights=weights,
-        staleness=torch.ones(count, dtype=torch.int64),
         top_ids=top_ids,
         top_logprobs=sampler.gather(1, top_ids),
     )
@@ -124,3 +119,56 @@ def test_it_adds_the_formula_of_the_paper(name: str, num_top: int) -> None:
     wanted = torch.autograd.grad(added, logits, retain_graph=True)[0]
     assert wanted.abs().max() > 1e-3
     torch.testing.assert_close(torch.autograd.grad(found - plain, logits)[0], wanted)
+
+
+TOKENS, TOP_K = 30, 5
+UNDER_TOP_K: dict[str, dict[str, Any]] = {
+    "dapo": {"epsilon": 0.1, "epsilon_high": 0.2},
+    "gspo": {"type": "gspo", "epsilon": 0.05, "epsilon_high": 0.05},
+    "cispo": {"type": "cispo", "epsilon_high": 1.1},
+    "decoupled": {"proximal": "recomputed", "correction": {"level": "token", "action": "truncate", "cap": 1.2}},
+    "log_linear": {"proximal": "log_linear", "off_policy_mask": 0.1},
+}
+
+
+@pytest.mark.parametrize("loss", UNDER_TOP_K.values(), ids=UNDER_TOP_K)
+def test_under_top_k_value_and_gradient_are_those_of_logits_without_the_other_tokens(loss: dict[str, Any]) -> None:
+    """The loss is that of a policy that cannot say what the sampler cut off."""
+    torch.manual_seed(0)
+    logits = torch.randn(TOKENS, VOCAB, dtype=torch.float64, requires_grad=True)
+    sampled_from = logits.detach() + 0.4 * torch.randn(TOKENS, VOCAB, dtype=torch.float64)
+    # of the 5 likeliest, what top_p leaves: 2 to 5 tokens
+    order = sampled_from.argsort(-1, descending=True)
+    num_kept = torch.randint(2, TOP_K + 1, (TOKENS, 1))
+    is_cut = torch.ones(TOKENS, VOCAB, dtype=torch.bool).scatter(1, order, torch.arange(VOCAB) >= num_kept)
+    sampler = sampled_from.masked_fill(is_cut, -math.inf).log_softmax(-1)
+    targets = torch.multinomial(sampler.exp(), 1)
+    top_ids = order[:, :TOP_K]
+    batch = token_batch(
+        sampler.gather(1, targets)[:, 0],
+        torch.randn(TOKENS // 6, dtype=torch.float64).repeat_interleave(6),
+        torch.rand(TOKENS, dtype=torch.float64),
+        target_ids=targets[:, 0],
+        sample_index=torch.arange(TOKENS) // 6,
+        staleness=torch.arange(TOKENS) % 3,
+    )
+
+    def total(logits: torch.Tensor, batch: MicroBatch, *, keeps: bool = False) -> torch.Tensor:
+        logprobs = logits.log_softmax(-1)
+        output = PolicyOutput(
+            logprobs=logprobs.gather(1, targets)[:, 0],
+            entropy=torch.zeros(TOKENS, dtype=torch.float64),
+            top_logprobs=logprobs.gather(1, top_ids),
+        )
+        return Objective(loss_section(**loss), keeps_sampling_mask=keeps)(output, batch).total
+
+    masked = replace(batch, top_ids=top_ids, top_logprobs=sampler.gather(1, top_ids))
+    found, wanted, uncut = (
+        total(logits, masked, keeps=True),
+        total(logits.masked_fill(is_cut, -math.inf), batch),
+        total(logits, batch),
+    )
+    torch.testing.assert_close(found, wanted)
+    gradients = [torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (found, wanted, uncut)]
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert not torch.allclose(gradients[2], gradients[1], atol=1e-3)
