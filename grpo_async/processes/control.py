@@ -205,12 +205,8 @@ class ControlServer:
                     self._all_accepted.set()
                 else:
                     self._on_message(message)
-        except (
-            ConnectionError,
-            ValueError,
-            LookupError,
-            TypeError,
-        ) as error:  # half a line, one over the limit, or an unknown one
+        # half a line, one over the limit, or an unknown one
+        except (ConnectionError, LookupError, TypeError, ValueError) as error:
             self._on_broken(f"the control channel broke: {error!r}")  # without a word the trainer would stop
         finally:
             writer.transport.abort()
