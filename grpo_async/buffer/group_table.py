@@ -5,7 +5,7 @@
                 '-> close(failed,   '-> close(stale,              '-> trained, filtered, failed:
                     stale, ...)         filtered, cancelled)          the next version admits others
 
-    admission: groups open, or taken by a step, since the start <= (served version + max_staleness + 1) x groups_per_step
+    admission: groups that are open + groups that steps have taken <= (served version + max_staleness + 1) x groups_per_step
 
 Groups that no step takes free their place at once. 4 groups per step, max_staleness 1: 8 start at version 0; one fails -> 1 more;
 version 1 -> 4 more. A group is *due* at the last step that may train on its oldest token; of those that were admitted at once the
@@ -46,7 +46,7 @@ class GroupTable:
         self._max_staleness = max_staleness
         self._version = self._first_version = version
         self._last_version = last_version
-        self._num_taken = 0  # by steps, and closed
+        self._num_taken = 0  # that were taken by steps and are closed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._admits: asyncio.Event | None = None
         self.changed = threading.Condition()
@@ -76,7 +76,7 @@ class GroupTable:
         version = self._version if version is None else version
         return oldest_version is not None and version - oldest_version > self._max_staleness
 
-    def is_bound_stale(self, group_id: int) -> bool:
+    def will_be_stale(self, group_id: int) -> bool:
         """Whether no step after the served version may use an open group, because of the tokens that it has so far."""
         with self.changed:
             return self.is_stale(self._open[group_id].oldest_version)

@@ -158,8 +158,9 @@ class RunEvaluations:
             return
         self._begin(step, when="after")
 
-    def collect(self, *, is_fatal: bool = False) -> None:
-        """Record the result of the evaluation that has ended, if any. A failure is recorded and shown, and raised if `is_fatal`."""
+    def collect(self, *, raise_failure: bool = False) -> None:
+        """Record the result of the evaluation that has ended, if any. A failure is recorded and shown; with
+        `raise_failure` it is raised."""
         running = self._running
         if running is None:
             return
@@ -169,7 +170,7 @@ class RunEvaluations:
             self._end(running, None)
         except Exception as error:  # the error is logged and recorded
             self._fail(running, error)
-            if is_fatal:
+            if raise_failure:
                 raise
 
     def collect_last(self, step: int) -> None:

@@ -27,7 +27,7 @@ Spawn: TypeAlias = Callable[[int, int], Awaitable[Child]]
 TellTrainer: TypeAlias = Callable[..., None]
 """Gets index, event (an inference.fleet.ServerEvent), detail, and the server's num_restarts, each by its name."""
 
-_OWN_END_S = 1.0  # a server that the trainer misses has often ended by itself, which is heard of a moment later
+_OWN_END_S = 1.0  # a server that the trainer misses has often ended by itself; the launcher hears of it a moment later
 _RESTART_RESET_S = 600.0  # the count of a server that has served for so long is reset
 
 
@@ -101,8 +101,9 @@ class Servers:
 
 
 class _Server:
-    """One server over all its restarts. Messages from before the last restart are ignored. A server that ends before it has ever
-    served cannot start, and ends the run, unless that needs fewer and others serve."""
+    """One server over all its restarts. Messages from before the last restart are ignored. A server that ends before it ever served
+    is taken as unable to start, and ends the run; but not if the trainer asked for its restart, if its node was lost, or if the
+    run needs fewer servers and another one serves."""
 
     def __init__(self, index: int, name: str, servers: Servers) -> None:
         self.name = name

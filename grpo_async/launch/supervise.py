@@ -5,7 +5,7 @@
     outcome     trainer exits 0 with a summary -> 0; anything ends too early -> 1, with who, how and the end of its log;
                 SIGINT -> 130, SIGTERM, SIGHUP, SIGQUIT -> 143, after a checkpoint when the trainer manages in time
 
-The first failure wins: what dies after it is a consequence and not reported. Afterward everything that was started,
+The first failure wins: later ones are taken as its consequences and are not reported. Afterward everything that was started,
 and everything that those started, is ended: SIGTERM with a grace period, then SIGKILL.
 """
 
@@ -37,7 +37,7 @@ from grpo_async.utils.concurrency import in_background, in_thread
 from grpo_async.utils.safe_text import plain
 
 _OTHERS_TIMEOUT_S = 60.0
-"""For the other machines to say how their ranks ended, or for Ray to miss one, which takes half a minute."""
+"""How long to wait for other machines to report how their ranks ended; Ray needs about 30 s to notice a lost node."""
 _LOOK_S = 1.0  # between two looks at the run directory
 _NOTICE_S = 5.0  # torchrun notices a death within this; it kills ranks that outlive its SIGTERM only after 30 s
 
@@ -152,7 +152,7 @@ class Supervisor:
             return self._failed(self._failure)
         has_ended_well = self._training.done() and self._training.result() is None
         if servers.failure is not None and not has_ended_well:
-            # both at once: lost servers end the trainer, never the other way round
+            # if both have ended, the servers are the cause
             await self._end_trainer("no server is left", saves=servers.has_served)
             return self._failed(servers.failure)
         return await self._finish(exit_code=0)

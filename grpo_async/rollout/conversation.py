@@ -74,9 +74,8 @@ class Rollout(TokenPath):
     environment: Environment | None = None
     affinity: str = ""  # see inference.router
     turns: list[TurnRecord] = field(default_factory=list)
-    open_turn: Generation = field(
-        default_factory=Generation
-    )  # that is being generated, or whose tools are being called
+    # the turn that is being generated, or whose tools are being called
+    open_turn: Generation = field(default_factory=Generation)
     is_truncated: bool = False
     is_done: bool = False  # as the environment says
 
@@ -290,7 +289,7 @@ class ConversationProducer:
         began, started_at = time.monotonic(), time.time()
         limit = asyncio.timeout(self._rollout_timeout_s)
         try:
-            # The rollouts that hold the slots have that limit too.
+            # the wait for a slot needs no limit of its own: the rollouts that hold them have one
             async with self._slots, limit:
                 began, started_at = time.monotonic(), time.time()
                 with span("rollout", rollout=rollout.rollout_id, group=group.name) as details:

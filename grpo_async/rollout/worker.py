@@ -215,7 +215,7 @@ class RolloutWorker:
         """Generate and score. None where fewer than two rollouts sampled a token: the prompt is too long, or the environment
         done."""
         async with self._producer.produce(group):
-            if self.table.is_bound_stale(group.group_id):  # of a producer that reports its tokens only at the end
+            if self.table.will_be_stale(group.group_id):  # of a producer that reports its tokens only at the end
                 raise _TooStaleError
             num_failed = 0
             for index, completion in enumerate(group.completions):
@@ -302,7 +302,7 @@ class RolloutWorker:
         self.table.advance(version)
         self.scorer.set_step(version, self.epoch)
         for group in self.table.started():
-            if group.task is not None and self.table.is_bound_stale(group.group_id):
+            if group.task is not None and self.table.will_be_stale(group.group_id):
                 group.is_too_stale = True
                 if group.is_running:  # a task cancelled before it begins never runs, so it would close nothing
                     group.task.cancel()

@@ -76,7 +76,7 @@ class Trainer:
     def evaluate_before(self) -> None:
         if self.evaluations.before_training():
             self._await_evaluation()
-            self.evaluations.collect(is_fatal=True)
+            self.evaluations.collect(raise_failure=True)
 
     def train(self) -> int:
         """Train to the last step, the end of the data, or a request to stop; returns the number of finished steps."""
@@ -88,7 +88,7 @@ class Trainer:
             began = time.time()
             groups = self._wait_for_groups(step)
             if not groups:
-                self.is_complete = groups is not None
+                self.is_complete = groups is not None  # []: no data is left; None: the run is to stop
                 return step - 1
             metrics = source.take_group_metrics(groups)
             self.sync.sleep_servers()
@@ -96,7 +96,7 @@ class Trainer:
                 packed = self.packer.pack(groups, step)
                 result, statistics = self.train_step(packed, step)
             publisher.version = step
-            failure = self.nonfinite.update(result, step)
+            failure = self.nonfinite.update(result, step)  # raised when the step is reported and saved
             outcomes = packed.outcomes(result.trained)
             with span("close groups", step=step):
                 for status, closed in outcomes.items():

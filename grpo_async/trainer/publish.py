@@ -53,7 +53,7 @@ class Publisher:
         version, self._is_overdue = self.version, False
         activity = f"pushing version {version} to the servers"
         with self.activity.during(activity, "wait for the push", "pushing", version=version):
-            metrics = self.sync.push(version, before_gather=self.context.channel.send_all)
+            metrics = self.sync.push(version, send_to_ranks=self.context.channel.send_all)
         if metrics is None:
             return {"sync/skipped": 1.0}
         began = time.time()
@@ -72,7 +72,7 @@ class Publisher:
             return
         self._exchange()
         try:
-            if self.sync.push(self.version, before_gather=self.context.channel.send_all) is not None:
+            if self.sync.push(self.version, send_to_ranks=self.context.channel.send_all) is not None:
                 self.sync.verify(self.score, is_proof=True)
         finally:
             self._exchange()

@@ -61,9 +61,9 @@ class FleetSync:
         self._group: list[tuple[str, str]] = []  # members of the transport's group
         self._sleeping: list[Server] = []
 
-    def push(self, version: int, *, before_gather: Callable[[GatherCommand], None]) -> dict[str, float] | None:
+    def push(self, version: int, *, send_to_ranks: Callable[[GatherCommand], None]) -> dict[str, float] | None:
         """Push the current weights as `version` to every server that is up. Returns metrics; None when no server is up.
-        `before_gather`: see push_weights.
+        `send_to_ranks`: see push_weights.
 
         Raises:
             ConfigError: the first server cannot serve this run.
@@ -74,7 +74,7 @@ class FleetSync:
         unattributed = num_wrong = 0
         while servers := self._fit_servers():
             try:
-                metrics = self._push_to(servers, version, before_gather)
+                metrics = self._push_to(servers, version, send_to_ranks)
             except PushFailedError as error:
                 self._transport.close()
                 causes = [*error.failures.values(), *error.affected.values()]
@@ -93,7 +93,7 @@ class FleetSync:
         return None
 
     def _push_to(
-        self, servers: Sequence[Server], version: int, before_gather: Callable[[GatherCommand], None]
+        self, servers: Sequence[Server], version: int, send_to_ranks: Callable[[GatherCommand], None]
     ) -> dict[str, float]:
         group = [(server.name, server.instance_id) for server in servers]  # a restarted server has left the group
         if self._group != group:
@@ -106,7 +106,7 @@ class FleetSync:
                 servers=[server.control for server in servers],
                 transport=self._transport,
                 settings=self._config.weights,
-                before_gather=before_gather,
+                send_to_ranks=send_to_ranks,
                 loading=self._fleet.loading_weights,
             )
             details["bytes"] = int(metrics["sync/bytes"])

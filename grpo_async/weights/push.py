@@ -174,8 +174,8 @@ class WeightTransport:
             swap=parameters.swap,
         )
 
-    def gather(self, parameters: GatheredParameters, ask: Callable[[GatherCommand], None]) -> None:
-        """Have the other ranks gather, too, which `ask` sends the command, and in a new group over ipc share their buffers."""
+    def start_gather(self, parameters: GatheredParameters, ask: Callable[[GatherCommand], None]) -> None:
+        """Tell the other ranks, through `ask`, to gather too; over ipc in a new group they also share their buffers."""
         backend = self._open()
         if not isinstance(backend, IpcBackend) or backend.is_shared:
             ask(GatherCommand(bucket_bytes=self.bucket_bytes, over_ipc=self._transport == "ipc"))
@@ -232,13 +232,13 @@ def push_weights(
     servers: Sequence[ServerControl],
     transport: WeightTransport,
     settings: WeightsSection,
-    before_gather: Callable[[GatherCommand], None] = lambda _: None,
+    send_to_ranks: Callable[[GatherCommand], None] = lambda _: None,
     loading: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, float]:
     """Rank 0: push all parameters to all servers and make `version` their policy version. Returns the metrics sync/*.
 
     Args:
-        before_gather: sends the command to the other ranks, when the servers are ready.
+        send_to_ranks: sends the command to the other ranks, when the servers are ready.
         loading: a context for the phases in which engines are busy with the update and answer nothing else.
 
     Raises:
@@ -269,7 +269,7 @@ def push_weights(
                     transport.connect(servers)
             update = transport.describe(parameters)
             call_all("start", lambda server: server.start_weight_update(update, timeout_s=timeout_s))
-            transport.gather(parameters, before_gather)
+            transport.start_gather(parameters, send_to_ranks)
             with clock.part("transfer"):
                 digests = _transfer(parameters, version, servers, transport, timeout_s, clock)
             call_all("finish", lambda server: server.finish_weight_update(version, timeout_s=timeout_s))

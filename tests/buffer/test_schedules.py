@@ -110,7 +110,7 @@ class Simulation:
         self.version = version
         self.table.advance(version)
         for group_id in list(self.making):
-            if self.table.is_bound_stale(group_id):
+            if self.table.will_be_stale(group_id):
                 self.table.close(group_id, GroupStatus.STALE)
                 self.stale[group_id] = self.making.pop(group_id)
         self._generate()

@@ -93,7 +93,7 @@ def test_before_training_all_slots_are_used_and_the_first_step_reports_the_resul
     assert run.evaluations.before_training(), "it is waited for"
     assert run.source.begun == [(0, 40)]
     run.source.end()
-    run.evaluations.collect(is_fatal=True)
+    run.evaluations.collect(raise_failure=True)
     assert run.heard == [("before", {"reward": 0.5, "mixed": 0.0, "majority_baseline": 0.1, "reward/a": 1.0})]
     assert run.evaluations.scores("reward") == {}  # a checkpoint of step 0 is never the best
     assert run.after(1) == {
@@ -167,7 +167,7 @@ def test_a_failure_before_the_first_step_ends_the_run_and_one_after_the_last_doe
     run.evaluations.before_training()
     run.source.end(RunError("no reward"))
     with pytest.raises(RunError, match="no reward"):
-        run.evaluations.collect(is_fatal=True)
+        run.evaluations.collect(raise_failure=True)
     run.evaluations.after_training(10)
     run.source.end(RunError("no reward"))
     run.evaluations.collect_last(10)

@@ -67,11 +67,11 @@ class FakeSync:
         self.pushed: list[int] = []
         self.events: list[str] = []
 
-    def push(self, version: int, *, before_gather: Callable[[GatherCommand], None]) -> dict[str, float] | None:
+    def push(self, version: int, *, send_to_ranks: Callable[[GatherCommand], None]) -> dict[str, float] | None:
         if not self.up:
             self.events.append(f"skip {version}")
             return None
-        before_gather(GatherCommand(bucket_bytes=1 << 20))
+        send_to_ranks(GatherCommand(bucket_bytes=1 << 20))
         self.fleet.has_ready = False
         self.served_version = version
         self.pushed.append(version)

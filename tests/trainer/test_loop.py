@@ -110,10 +110,10 @@ def test_a_push_or_verification_that_ends_the_run_leaves_the_step_saved_and_its_
     lines: list[dict[str, float]] = []
 
     class Failing(FakeSync):
-        def push(self, version: int, *, before_gather: Callable[[GatherCommand], None]) -> dict[str, float] | None:
+        def push(self, version: int, *, send_to_ranks: Callable[[GatherCommand], None]) -> dict[str, float] | None:
             if version == 2 and fails == "push":
                 raise WeightPushError("it was refused")
-            return super().push(version, before_gather=before_gather)
+            return super().push(version, send_to_ranks=send_to_ranks)
 
         def verify(self, score: Any, *, is_proof: bool = False) -> dict[str, float]:
             if self.pushed == [1, 2] and fails == "verify":

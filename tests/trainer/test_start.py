@@ -103,7 +103,7 @@ class _Sync(FakeSync):
         self.calls = events
         self.outcomes: list[Exception | None] = []
 
-    def push(self, version: int, *, before_gather: Callable[[GatherCommand], None]) -> dict[str, float] | None:
+    def push(self, version: int, *, send_to_ranks: Callable[[GatherCommand], None]) -> dict[str, float] | None:
         if not self.outcomes:
             self.served_version = version
             self.calls.append(f"push {version}")

@@ -125,7 +125,7 @@ class _World:
             self.fleet.found(self.fleet.server(index), self.controls[index].info())
 
     def push(self, version: int) -> dict[str, float] | None:
-        return self.sync.push(version, before_gather=lambda command: None)
+        return self.sync.push(version, send_to_ranks=lambda command: None)
 
     def reasons(self) -> list[str]:
         """Why servers were fenced."""

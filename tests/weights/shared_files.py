@@ -105,7 +105,7 @@ def push_from_ranks(model: str, files: str) -> dict[str, Any]:
             servers=servers,
             transport=transport,
             settings=context.config.weights,
-            before_gather=context.channel.send_all,
+            send_to_ranks=context.channel.send_all,
         )
 
     for version in range(1, 4):

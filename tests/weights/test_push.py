@@ -46,7 +46,7 @@ class _Push:
         self.servers: Any = [Workers("a", events=self.events, faults=a), Workers("b", events=self.events, faults=b)]
         self.transport = transport
         self.parameters: Any = Parameters(events=self.events)
-        self.before_gather: Any = lambda command: self.events.add(f"before gathering {command.bucket_bytes}")
+        self.send_to_ranks: Any = lambda command: self.events.add(f"before gathering {command.bucket_bytes}")
         self._settings = settings
 
     def run(self, version: int = 7) -> dict[str, float]:
@@ -56,7 +56,7 @@ class _Push:
             servers=self.servers,
             transport=self.transport,
             settings=self._settings,
-            before_gather=self.before_gather,
+            send_to_ranks=self.send_to_ranks,
         )
 
     def fail(self) -> PushFailedError:
@@ -348,7 +348,7 @@ def test_a_failure_of_the_trainer_itself_resumes_the_servers_and_leaves_nobody_w
     if where == "gather":
         push.parameters.buckets = fail
     else:
-        push.before_gather = fail
+        push.send_to_ranks = fail
     expected = WeightPushError if isinstance(error, Exception) else KeyboardInterrupt
     with pytest.raises(expected) as caught:
         push.run()

@@ -72,7 +72,7 @@ def test_what_the_trainer_sends_is_what_a_worker_gets(kind: Any, device: str) ->
             ours.send(update.model_dump())
             specs = parameter_specs(update)
             parameters: Any = SimpleNamespace(specs=specs)
-            sender.gather(parameters, lambda command: None)
+            sender.start_gather(parameters, lambda command: None)
             buckets = cut_into_buckets(specs, sender.bucket_bytes)
             for parts in with_digests([tensors[spec.name] for spec in bucket] for bucket in buckets):
                 sender.send(sender.pack(parts))()
