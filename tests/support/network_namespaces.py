@@ -23,7 +23,8 @@ def network(number: int) -> Iterator[list[tuple[str, str]]]:
     Raises:
         OSError, subprocess.CalledProcessError: not root, or there is no command `ip`.
     """
-    nodes = [(f"grpo-{index}", f"{SUBNET}.{index}") for index in range(2, 2 + number)]
+    # one that a process still holds may outlive this, so the next test needs other names
+    nodes = [(f"grpo{os.getpid()}-{index}", f"{SUBNET}.{index}") for index in range(2, 2 + number)]
     _ip("link", "add", BRIDGE, "type", "bridge")
     try:
         _ip("addr", "add", f"{SUBNET}.1/24", "dev", BRIDGE)
