@@ -141,7 +141,7 @@ def test_a_server_with_other_weights_fails_with_the_likely_cause(
     with live(load(folder), max_model_len=512) as served:
         checks = _run(_live_context(tmp_path, tiny_model, served.url))
     assert _not_passed(checks) == {"logprobs": "fail"}
-    for part in ("mean by length: ", "in the probe of 300", "other weights", "model.path"):
+    for part in ("other weights", "model.path"):
         assert part in checks["logprobs"].detail
 
 
