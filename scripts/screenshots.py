@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 WIDTH = 1200
 VIEWS = {
-    "inspect-home": ("home", 632),
+    "inspect-home": ("home", 785),
     "inspector": ("run?run=quickstart", 884),
     "diagnose-boxed": ("run?run=boxed", 340),
     "diagnose-boxed-rollouts": ("rollouts?run=boxed&sort=-length", 740),
@@ -79,6 +79,7 @@ def main() -> None:
             page.screenshot(path=IMAGES / f"{name}.png")
         page.set_viewport_size({"width": 860, "height": 900})
         show(page, f"{address.partition('#')[0]}#/curves?run=quickstart")
+        page.wait_for_selector("#bar .run-status:not(:empty)")  # it may take a second row, and moves the panels down
         first, second = (page.locator(".curves > .panel").nth(place).bounding_box() for place in (0, 1))
         assert first is not None
         assert second is not None

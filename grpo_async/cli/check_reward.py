@@ -176,8 +176,12 @@ def _print(reports: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
     console = stdout_console()
     for report in reports:
         console.print(Text(report["name"]))
-        table = [(kind, *(f"{score:.4g}" for score in scores.values())) for kind, scores in report["scores"].items()]
-        print_rows(console, [("completion", "lowest", "mean", "highest"), *table])
+        heads = tuple(Text(name, "bold") for name in ("completion", "lowest", "mean", "highest"))
+        table = [
+            (kind, *(Text(f"{score:.4g}", "not bold") for score in scores.values()))
+            for kind, scores in report["scores"].items()
+        ]
+        print_rows(console, [heads, *table])
         for problem in report["problems"]:
             console.print(Text(visible_line(f"error: {problem}", 800), style="red"))
     for note in notes if reports else [*notes, "No reward function was checked."]:

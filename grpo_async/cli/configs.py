@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -101,11 +102,10 @@ def explain(
 
 
 def _print_key(key: Key) -> None:
-    typer.echo(f"{key.path}: {key.summary}")
-    for line in key.meaning.splitlines():
-        typer.echo(textwrap.fill(line, _WIDTH, initial_indent="  ", subsequent_indent="  "))
-    if key.elsewhere:
-        typer.echo(f"  Elsewhere: {key.elsewhere}")
+    width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)
+    typer.echo(textwrap.fill(f"{key.path}: {key.summary}", width, subsequent_indent="  "))
+    for line in [*key.meaning.splitlines(), *([f"Elsewhere: {key.elsewhere}"] if key.elsewhere else [])]:
+        typer.echo(textwrap.fill(line, width, initial_indent="  ", subsequent_indent="  "))
     typer.echo("")
 
 

@@ -346,7 +346,7 @@ def waiting(history: RunHistory) -> Finding | None:
         step_s = history.recent("step_time") or 0.0
         took = f"a step of {duration(step_s)} could take {duration(step_s * (1.0 - idle))}"
         key, plot, title = "taking-turns", "idle", f"Trainer and servers wait for each other: {took}"
-    fix = f"Raise rollout.max_staleness {staleness} -> {staleness + 1}."
+    fix = f"Raise rollout.max_staleness from {staleness} to {staleness + 1}."
     return Finding(key=key, severity=WARNING, title=title, fix=fix, plot=plot)
 
 

@@ -108,7 +108,7 @@ def _run_dry(config: ExperimentConfig, output: Output, *, resume: str | None, cl
     plan = plan_dry(
         config, machine=other, resume_step=start.resume_step, plans_memory=True, notes=[*start.notes, *notes]
     )
-    output.answer(f"{plan.describe()}\n{dump_config(config)}dry run: nothing was started or written")
+    output.answer(f"{plan.describe()}\n{dump_config(config)}dry run: no errors found; nothing was started or written")
 
 
 def _run(config: ExperimentConfig, output: Output, *, resume: str | None, clean: bool) -> int:

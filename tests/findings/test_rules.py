@@ -39,7 +39,7 @@ SPEED: list[tuple[dict[str, float], dict[str, Any], str, str]] = [
     ({**WAITS, "rollout__generation_duration_s": 0.1, "rollout__num_turns": 2.0}, {"agent": {"function": "a:b"}},
      "slow-tools", "The agent's own work takes 80%"),
     # 4 s of training, 6 s of generation
-    (TURNS, {"max_staleness": 0}, "taking-turns", "a step of 10 s could take 6 s. Raise rollout.max_staleness 0 -> 1."),
+    (TURNS, {"max_staleness": 0}, "taking-turns", "a step of 10 s could take 6 s. Raise rollout.max_staleness from 0 to 1."),
     (TURNS, {"max_staleness": 4}, "", ""),
 ]  # fmt: skip
 
@@ -63,7 +63,7 @@ def test_dropped_groups_are_counted_over_the_last_steps() -> None:
     ]
     (found,) = find(RunHistory(metrics=rows, config={"rollout": {"max_staleness": 1}}))
     assert found.title.startswith("17% of the groups are dropped")  # 2 of 12
-    assert found.fix == "Raise rollout.max_staleness 1 -> 2."
+    assert found.fix == "Raise rollout.max_staleness from 1 to 2."
 
 
 def test_few_steps_and_missing_metrics_say_nothing_about_speed() -> None:

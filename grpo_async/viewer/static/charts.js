@@ -280,7 +280,7 @@ var Charts = (() => {
     plotOptions(lines) {
       const { options } = this;
       const group = options.group === undefined ? "page" : options.group;
-      const xRange = (low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
+      const [first] = this.xs;
       return {
         ...this.size(),
         legend: { show: false },
@@ -292,7 +292,7 @@ var Charts = (() => {
           ...(group === null ? {} : { sync: { key: group, scales: ["x", null] } }),
         },
         scales: {
-          x: { time: false, range: (_plot, low, high) => xRange(low, high) },
+          x: { time: false, range: (_plot, low, high) => (this.xs.length === 1 ? [first, first + 1] : [low, high]) },
           y: { distr: this.isLog ? 3 : 1, range: yRange(this.isLog ? [] : options.include, this.isLog) },
         },
         axes: axes(this.format, this.xs.every(Number.isInteger)),

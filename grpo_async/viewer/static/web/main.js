@@ -159,7 +159,7 @@ function tabAddress(tab) {
 function drawBar(name) {
   const active = TAB_OF[name] || name;
   const tab = ([each, label]) => h("a", { href: tabAddress(each), "aria-current": each === active ? "page" : null }, label);
-  const evaluations = (run) => run.evaluations.map((each) => [each.name, `${run.name}, evaluation at step ${each.step}`]);
+  const evaluations = (run) => run.evaluations.map((each) => [each.name, `${run.name} at step ${each.step}, evaluation`]);
   const runs = app.runs.flatMap((run) => [[run.name, run.name], ...evaluations(run)]);
   const choose = (run) => (name in TAB_OF ? go("groups", { run }) : go(name, { run, q: current().parameters.q }));
   const isHome = name === DEFAULT_VIEW;

@@ -170,7 +170,7 @@ function aside({ run, group, rollout, summary, ids }) {
     "mean logprob": number(summary.logprob_mean),
     "lowest logprob": number(summary.logprob_min),
     "mean entropy": number(summary.entropy_mean),
-    "importance weight": `${number(summary.ratio_mean)} (${number(summary.ratio_min, 2)} to ${number(summary.ratio_max, 2)})`,
+    "importance weight": summary.ratio_mean === null ? "–" : `${number(summary.ratio_mean)} (${number(summary.ratio_min, 2)} to ${number(summary.ratio_max, 2)})`,
     mismatch: number(summary.mismatch_mean),
     clipped: percent(summary.clipped_fraction),
     "masked out": percent(summary.masked_fraction),
