@@ -25,7 +25,8 @@ def validate(
     """Check a configuration: print it with every default, and the processes that a run would start.
 
     Starts nothing and opens none of the files that the configuration names; `train --dry-run` does. The plan
-    comes first, as comments, so the output is itself a valid configuration. Its notes are repeated on stderr at the end.
+    comes first, as comments, so the output is itself a valid configuration. Its notes are repeated on stderr at the end, with the
+    verdict.
 
     \b
     Examples:
@@ -41,6 +42,7 @@ def validate(
     typer.echo(dump_config(resolved), nl=False)
     for note in plan.notes:
         typer.echo(f"note: {note}", err=True)
+    typer.echo(f"{config} is valid", err=True)
 
 
 def schema(
