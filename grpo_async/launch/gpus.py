@@ -19,6 +19,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.servers.vllm.command import CPU_CACHE_MB, OWN_GPU_FRACTION
 from grpo_async.training.families import swaps_adapters
+from grpo_async.utils.files import downloaded_file
 from grpo_async.utils.text import count, format_bytes
 
 
@@ -72,6 +73,8 @@ def _folder(model: ModelSection) -> Path:
     folder = Path(model.path)
     if folder.is_dir():
         return folder
+    if (file := downloaded_file(model.path, "config.json", model.revision)) is not None:
+        return file.parent
     from huggingface_hub import hf_hub_download  # slow import
 
     with suppress(OSError, ValueError):  # no network, no such model; who loads it says more
