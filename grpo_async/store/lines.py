@@ -59,7 +59,11 @@ class Entry:
 
 
 def line_of(entry: Entry) -> bytes:
-    """One line of JSON with its line feed. Raises ValueError: stats that do not fit their rollout."""
+    """One line of JSON with its line feed.
+
+    Raises:
+        ValueError: stats that do not fit their rollout (see `check_stats`).
+    """
     group = entry.group
     outcomes = _outcomes(entry.scored)
     source = group.prompt.source
@@ -80,6 +84,22 @@ def line_of(entry: Entry) -> bytes:
     }
     # joined by hand: what is a JSON object already would be copied once more
     return b"".join((_dumps(head)[:-1], b',"rollouts":[', b",".join(rollouts), b"]}\n"))
+
+
+def check_stats(group: RolloutGroup, stats: Mapping[str, TokenStats]) -> None:
+    """Check that the trainer's statistics fit the tokens of a group.
+
+    Raises:
+        ValueError: stats of a rollout, or of one of its branches, do not have one entry per token that the policy sampled.
+    """
+    paths = {completion.sample_id(path): path for completion in group.completions for path in completion.paths}
+    for name, path in paths.items():
+        found = stats.get(name)
+        if found is None:
+            continue
+        lengths = {column.name: len(getattr(found, column.name)) for column in fields(found)}
+        if set(lengths.values()) != {path.num_own_tokens}:
+            raise ValueError(f"{name} has {path.num_own_tokens} sampled tokens; the trainer's stats have {lengths}")
 
 
 def prompt_hash(prompt: Prompt) -> str:
@@ -178,21 +198,28 @@ _NO_STATS = dict.fromkeys(("trainer_logprobs", "proximal_logprobs", "weights", "
 
 def _stats(stats: TokenStats, mask: BoolArray) -> dict[str, Any]:
     """Lists of the length of the mask."""
-    flags = np.full(len(mask), None, dtype=object)
-    flags[mask] = np.asarray(stats.flags).tolist()
+    is_sampled = None if mask.all() else mask
+    flags: Any = np.ascontiguousarray(stats.flags, dtype=np.uint8)
+    if is_sampled is not None:
+        rest = iter(flags.tolist())
+        flags = [next(rest) if sampled else None for sampled in mask.tolist()]
     return {
-        "trainer_logprobs": _aligned(stats.logprobs, mask),
-        "proximal_logprobs": _aligned(stats.proximal_logprobs, mask),
-        "weights": _aligned(stats.weights, mask),
-        "entropies": _aligned(stats.entropies, mask),
-        "token_flags": flags.tolist(),
+        "trainer_logprobs": _aligned(stats.logprobs, is_sampled),
+        "proximal_logprobs": _aligned(stats.proximal_logprobs, is_sampled),
+        "weights": _aligned(stats.weights, is_sampled),
+        "entropies": _aligned(stats.entropies, is_sampled),
+        "token_flags": flags,
     }
 
 
-def _aligned(values: Sequence[float], mask: BoolArray) -> FloatArray:
-    """One entry per completion token; NaN, in JSON null, where the mask is 0."""
-    aligned = np.full(len(mask), np.nan, dtype=np.float32)
-    aligned[mask] = np.asarray(values, dtype=np.float32)
+def _aligned(values: Sequence[float], is_sampled: BoolArray | None) -> FloatArray:
+    """One entry per completion token; NaN, in JSON null, where the mask is 0. `is_sampled` is the mask, None where it is 1
+    everywhere."""
+    found = np.ascontiguousarray(values, dtype=np.float32)
+    if is_sampled is None:
+        return found
+    aligned = np.full(len(is_sampled), np.nan, dtype=np.float32)
+    aligned[is_sampled] = found
     return aligned
 
 

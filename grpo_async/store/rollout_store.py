@@ -38,7 +38,7 @@ from grpo_async.store.files import (
     torn_bytes,
     write_metadata,
 )
-from grpo_async.store.lines import Entry, line_of
+from grpo_async.store.lines import Entry, check_stats, line_of
 from grpo_async.utils.files import Outage, Writer, append_whole
 from grpo_async.utils.text import count
 
@@ -105,7 +105,10 @@ class RolloutStore(Writer):
 
         Raises:
             RunError: an earlier group could not be written (disk full, no permission), and is lost; this one is tried all the same.
+            ValueError: stats that do not fit their rollout.
         """
+        stats = (stats or {}) if self._settings.token_stats else {}
+        check_stats(group, stats)
         with self._lock:
             if self._is_closed:
                 raise RunError(f"the rollout store {self._folder} is closed; group {group.group_id} was not written")
@@ -116,7 +119,7 @@ class RolloutStore(Writer):
                 step=step,
                 written_at=time.time(),
                 scored=scored,
-                stats=(stats or {}) if self._settings.token_stats else {},
+                stats=stats,
             )
             if not self.stores(group.group_id, status):
                 self._metadata.sample_rate = min(self._metadata.sample_rate, self._settings.sample_rate)

@@ -22,7 +22,7 @@ from grpo_async.records import (
     ScoredGroup,
     TokenStats,
 )
-from grpo_async.store.lines import Entry, line_of
+from grpo_async.store.lines import Entry, check_stats, line_of
 from grpo_async.store.rows import GroupRow, from_columns
 from grpo_async.store.schema import COLUMN_NAMES, SCHEMA, select_from_lines
 from tests.store.builders import (
@@ -134,9 +134,9 @@ def test_branches_stand_below_their_rollout_each_with_its_own_turns_tokens_and_s
 @pytest.mark.parametrize("name", ["logprobs", "proximal_logprobs", "weights", "entropies", "flags"])
 def test_stats_that_do_not_fit_their_rollout_are_refused(name: str) -> None:
     stats: TokenStats = replace(build_stats(3), **{name: [0, 0]})
-    for rollout in (build_tool_rollout("7-0"), build_rollout("7-0")):
-        with pytest.raises(ValueError, match="2 input values to the 3 output values"):
-            _line(build_group(7, [rollout]), stats={"7-0": stats})
+    with pytest.raises(ValueError, match=r"7-0 has 3 sampled tokens; .* have {.*'NAME': 2.*}".replace("NAME", name)):
+        check_stats(build_group(7, [build_tool_rollout("7-0")]), {"7-0": stats})
+    check_stats(build_group(7, [build_tool_rollout("7-0")]), {"7-0": build_stats(3), "7-9": stats})
 
 
 def test_numbers_that_are_not_finite_are_missing() -> None:

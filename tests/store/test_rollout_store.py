@@ -148,13 +148,17 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path, open_store: OpenStore) -
 
 @dataclass
 class _Disk:
-    """Full, it takes 200 bytes of a line, and no more; `truncates`: a file may be cut even so, as on a real full disk."""
+    """Full, it takes 200 bytes of a line, and no more; `truncates`: a file may be cut even so, as on a real full disk.
+    `answers`: a write waits for it."""
 
     is_full: bool = False
     truncates: bool = True
     has_taken: bool = False  # 200 bytes of a line
+    answers: threading.Event | None = None
 
     def write(self, descriptor: int, data: Any, *, write: Callable[[int, Any], int] = os.write) -> int:
+        if self.answers is not None:
+            self.answers.wait(30.0)
         if not self.is_full:
             return write(descriptor, data)
         self.has_taken = not self.has_taken
@@ -217,10 +221,27 @@ def test_a_group_waits_for_room_on_a_full_disk(
     assert read_metadata(tmp_path).notes(tmp_path) == []
 
 
-def test_closing_raises_what_could_not_be_written(tmp_path: Path, disk: _Disk) -> None:
+def test_closing_raises_what_could_not_be_written_unless_something_else_ends_the_run(
+    tmp_path: Path, disk: _Disk, caplog: pytest.LogCaptureFixture
+) -> None:
     disk.is_full = True
-    with pytest.raises(RunError, match="Group 0 is lost"), RolloutStore(tmp_path) as store:
+    with pytest.raises(RunError, match="Group 0 is lost"), RolloutStore(tmp_path / "a") as store:
         _append(store, 0)
+    caplog.clear()
+    disk.answers = threading.Event()
+    with pytest.raises(ValueError, match="stats"), RolloutStore(tmp_path / "b") as store:
+        _append_and_fail(store, disk.answers)
+    assert "Group 1 is lost" in caplog.text
+
+
+def _append_and_fail(store: RolloutStore, after: threading.Event) -> None:
+    """Group 1 cannot be written, which is known only `after` group 2 was refused."""
+    _append(store, 1)
+    stats = {"2-0": build_stats(1)}  # for three tokens
+    try:
+        append(store, build_group(2, [build_rollout("2-0")]), [], GroupStatus.TRAINED, 1, stats=stats)
+    finally:
+        after.set()
 
 
 def test_a_disk_that_hangs_is_an_error_and_the_queue_has_an_end(
