@@ -14,7 +14,7 @@ from grpo_async.checks.model_files import text_config
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.base import TransportKind
 from grpo_async.config.rules import conflicts
-from grpo_async.config.sections import LoraSection, ModelSection
+from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.servers.vllm.command import CPU_CACHE_MB, OWN_GPU_FRACTION
@@ -53,17 +53,19 @@ def fill_in_for_devices(config: ExperimentConfig, engine: EngineChoice, gpus: Se
     )
     if (lora := config.model.lora) is None or lora.push is not None:
         return config
-    push = "adapter_swap" if engine.engine == "vllm" and engine.on_gpu and _can_swap(config, lora) else "merged"
-    model = config.model.model_copy(update={"lora": lora.model_copy(update={"push": push})})
-    return config.model_copy(update={"model": model})
+    merged, swapped = (
+        config.model_copy(
+            update={"model": config.model.model_copy(update={"lora": lora.model_copy(update={"push": push})})}
+        )
+        for push in ("merged", "adapter_swap")
+    )
+    return swapped if engine.engine == "vllm" and engine.on_gpu and _can_swap(swapped) else merged
 
 
-def _can_swap(config: ExperimentConfig, lora: LoraSection) -> bool:
-    """Whether vLLM can keep these adapters beside the weights of the model's files, and is known to compute them rightly."""
-    swapped = lora.model_copy(update={"push": "adapter_swap"})
-    as_if = config.model_copy(update={"model": config.model.model_copy(update={"lora": swapped})})
+def _can_swap(config: ExperimentConfig) -> bool:
+    """Whether vLLM can keep the adapters beside the weights of the model's files, and is known to compute them rightly."""
     is_rounded = config.model.dtype != "float32" and config.inference.resolved_dtype == "float32"
-    if is_rounded or config.inference.vllm.sleep_while_training or conflicts(as_if):
+    if is_rounded or config.inference.vllm.sleep_while_training or conflicts(config):
         return False
     return swaps_adapters(text_config(_folder(config.model)))
 

@@ -19,7 +19,6 @@ from grpo_async.buffer.ledger import is_balanced
 from grpo_async.checks.memory import describe_peak
 from grpo_async.evaluation.evaluations import RunEvaluations
 from grpo_async.findings import RunHistory, diagnose
-from grpo_async.findings.history import read_metrics
 from grpo_async.inference.fleet import Fleet
 from grpo_async.processes.control import ControlClient
 from grpo_async.records import ScoredGroup
@@ -112,6 +111,7 @@ class Reporter:
     def write_summary(self, steps: int, *, is_complete: bool, engine: str) -> None:
         """Write summary.json of a run that ends after `steps` finished steps. `is_complete`: it has trained and exported all."""
         run_dir, memory, ledger = self.context.run_dir, self._memory(), self.source.ledger_snapshot()
+        history = RunHistory.read(run_dir)
         self.trackers.log_completions(steps, self.evaluations.take_completions())
         summary = {
             "status": FINISHED if is_complete and not self.evaluations.is_final_missing else STOPPED,
@@ -124,8 +124,8 @@ class Reporter:
                 {"server": failure.name, "reason": failure.reason, "recovery_s": failure.recovery_s}
                 for failure in self.fleet.failures
             ],
-            **pipeline_summary(read_metrics(run_dir, [])),
-            "learning": diagnose(RunHistory.read(run_dir)).as_dict(),
+            **pipeline_summary(history.metrics),
+            "learning": diagnose(history).as_dict(),
             "evaluation": self.evaluations.summary(),
             "ledger": ledger,
             "ledger_closed": is_balanced(ledger),
