@@ -22,11 +22,10 @@ def validate(
     config: ConfigArgument,
     overrides: SetOption = None,
 ) -> None:
-    """Check a configuration: print it with every default, and the processes that a run would start.
+    """Check a configuration and print it with every default.
 
-    Starts nothing and opens none of the files that the configuration names; `train --dry-run` does. The plan
-    comes first, as comments, so the output is itself a valid configuration. Its notes are repeated on stderr at the end, with the
-    verdict.
+    Starts nothing and opens none of the files that the configuration names. `train --dry-run` does, and shows the processes
+    of the run. The output is itself a valid configuration; notes and the verdict go to stderr.
 
     \b
     Examples:
@@ -37,10 +36,9 @@ def validate(
     from grpo_async.launch.plan import plan_dry
 
     resolved = load_config(config, overrides or ())
-    plan = plan_dry(resolved)
-    typer.echo("".join(f"# {line}".rstrip() + "\n" for line in plan.describe().splitlines()))
+    notes = plan_dry(resolved).notes
     typer.echo(dump_config(resolved), nl=False)
-    for note in plan.notes:
+    for note in notes:
         typer.echo(f"note: {note}", err=True)
     typer.echo(f"{config} is valid", err=True)
 

@@ -11,7 +11,6 @@ Secrets travel by environment only, and `describe` shows neither the token nor a
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,6 +62,9 @@ class ProcessSpec:
         """("0", "1") -> "GPU 0,1"; without GPUs "CPU"."""
         return f"GPU {','.join(self.gpus)}" if self.gpus else "CPU"
 
+    def describe(self) -> str:
+        return f"{self.name}: {count(self.num_processes, 'process')}, {count(self.threads, 'CPU thread')} each, {self.device}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
@@ -93,18 +95,15 @@ class ProcessPlan:
         lines = [
             f"run        {self.run_name}, {start}",
             f"directory  {assignment.run_dir.root}",
+            f"logs       {assignment.attempt_dir}",
             f"engine     {self.engine.engine}: {self.engine.reason}",
             *(f"server     {url}{external}" for url in assignment.server_urls if url and urlsplit(url).port != 0),
             *(f"{name:<10} {text}" for name, text in self.facts.items()),
         ]
-        for spec in self.processes:
-            lines += [
-                "",
-                f"{spec.name}: {count(spec.num_processes, 'process')}, {count(spec.threads, 'CPU thread')} each, {spec.device}",
-                f"  command  {shlex.join(spec.command)}",
-                *([f"  memory   {spec.memory}"] if spec.memory else []),
-                f"  log      {assignment.attempt_dir / spec.log_name}",
-            ]
+        for specs in filter(None, (self.servers, [self.trainer] if self.trainer else [])):
+            lines += ["", *(spec.describe() for spec in specs)]
+            if specs[0].memory:
+                lines.append(f"  memory of each process  {specs[0].memory}")
         if self.notes:
             lines += ["", *(f"note: {note}" for note in self.notes)]
         return "\n".join(lines) + "\n"

@@ -69,7 +69,7 @@ def launch(
     Args:
         resume: None begins a new run; "latest" continues from the newest whole checkpoint, "40" from that of step 40.
         clean: remove an old run of the same name first.
-        dry_run: check, print the plan and the resolved configuration, start and write nothing.
+        dry_run: check, print the plan, start and write nothing.
         gpus: plan the dry run for a machine with so many of 80 GB; None: for this one.
 
     Returns:
@@ -108,7 +108,10 @@ def _run_dry(config: ExperimentConfig, output: Output, *, resume: str | None, cl
     plan = plan_dry(
         config, machine=other, resume_step=start.resume_step, plans_memory=True, notes=[*start.notes, *notes]
     )
-    output.answer(f"{plan.describe()}\n{dump_config(config)}dry run: no errors found; nothing was started or written")
+    output.answer(
+        f"{plan.describe()}\ndry run: no errors found; nothing was started or written. "
+        "`grpo-async validate` prints every setting."
+    )
 
 
 def _run(config: ExperimentConfig, output: Output, *, resume: str | None, clean: bool) -> int:

@@ -81,8 +81,8 @@ def test_vllm_on_a_shared_gpu_is_told_what_the_trainer_leaves_for_its_cache(
     assert f"room for {(plan.cache_mb << 20) // TOKEN_BYTES:,} tokens" in plan.server
     made = make_plan(_shared(config), Machine(num_cpus=8, gpus=("0",), gpu_bytes=80 * GIB), engine=VLLM_ON_GPU)
     assert made.servers[0].command[-2:] == ("--set", f"inference.vllm.kv_cache_mb={plan.cache_mb}")
-    assert f"  memory   {plan.trainer}" in made.describe()
-    assert f"  memory   {plan.server}" in made.describe()
+    assert f"  memory of each process  {plan.trainer}" in made.describe()
+    assert f"  memory of each process  {plan.server}" in made.describe()
     assert "sleeping has no benefit" not in made.describe()
 
 
@@ -117,6 +117,9 @@ def test_where_nothing_is_shared_vllm_measures_for_itself_and_the_plan_says_what
     assert (on_cpu.cache_mb, "KV cache 512.0 MiB" in on_cpu.server) == (None, True)
     assert _plan(config, engine=EXTERNAL).server == ""
     hub = make_config(tmp_path, model={"path": "org/name"})
-    assert "  memory   not known before the model is loaded\n" in make_plan(hub, machine, engine=VLLM_ON_GPU).describe()
+    assert (
+        "  memory of each process  not known before the model is loaded\n"
+        in make_plan(hub, machine, engine=VLLM_ON_GPU).describe()
+    )
     asleep = make_config(tmp_path, model={"path": model}, **SLEEPING)
     assert "sleeping has no benefit" in make_plan(asleep, machine, engine=VLLM_ON_GPU).describe()

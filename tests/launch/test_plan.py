@@ -70,7 +70,7 @@ def test_the_description_names_engine_logs_and_threads_but_not_the_token(tmp_pat
     plan = make_plan(config, token="very-secret", notes=("look here",))
     text = plan.describe()
     assert "engine     embedded: set by inference.engine" in text
-    assert "/runs/x/logs/attempt_3/server.log" in text
+    assert "/runs/x/logs/attempt_3\n" in text
     assert "trainer: 2 processes, 1 CPU thread each, CPU" in text
     assert "precision  float32 master weights, computed and served in float32\n" in text
     assert "note: 3 compute threads on 2 CPUs" in text  # 2 ranks + 1 server

@@ -356,7 +356,7 @@ def test_a_dry_run_plans_for_gpus_that_are_not_there(
         "GPU 0,1\n",
         "inference server 5: ",
         "GPU 7\n",
-        "compute_dtype: bfloat16",
+        "served in bfloat16",
         "MiB: weights",
     ):
         assert text in plan, text
