@@ -9,6 +9,7 @@ the cursor: some quotes models and tools.
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -66,7 +67,7 @@ class Display:
             fields["counts"] = counts([Check(**check) for check in fields["checks"]])
         self.progress.add(event, fields)
         if event == "step":
-            fields["eta_s"] = self.progress.eta_s
+            fields |= {"eta_s": self.progress.eta_s, "reward_change": self.progress.reward_change}
         for view in self.views:
             view.show(event, fields)
 
@@ -81,6 +82,33 @@ class Display:
     def warning(self, text: str) -> None:
         """A problem that does not stop the run."""
         self.show("warning", text=text)
+
+
+class InThread(View):
+    """Passes events on to a view in a thread of its own: the run does not wait for a terminal or a pipe that takes nothing
+    (Ctrl-S, `| less`, a connection that hangs)."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self._events: queue.SimpleQueue[tuple[str, Mapping[str, Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._pass_on, name="view", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.view.__enter__()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._events.put(None)
+        self._thread.join(_END_TIMEOUT_S)
+        self.view.__exit__(*error)
+
+    def show(self, event: str, fields: Mapping[str, Any]) -> None:
+        self._events.put((event, fields))
+
+    def _pass_on(self) -> None:
+        while (item := self._events.get()) is not None:  # leaving the context ends it; a daemon thread
+            self.view.show(*item)
 
 
 class _Periodic(View):
@@ -186,8 +214,7 @@ class LineView(_Periodic):
                 return [fields["name"]] if is_new else []
             case "step":
                 step, most, metrics = (fields[name] for name in ("step", "max_steps", "metrics"))
-                change = self._progress.reward_change
-                return [step_line(step, most, metrics, change=change, left_s=fields["eta_s"])]
+                return [step_line(step, most, metrics, change=fields["reward_change"], left_s=fields["eta_s"])]
             case "example":
                 return example_lines(self._progress.content()["example"])
             case "evaluation":

@@ -4,7 +4,7 @@ JSON_EVENTS = {
     "start": "run, directory, pid, plan",
     "phase": "name: the current phase, and after a colon how far it is",
     "preflight": "checks: [{name, status: pass|warn|fail, detail}], counts: in words",
-    "step": "step, max_steps, eta_s, metrics: {name: number or null}",
+    "step": "step, max_steps, eta_s, reward_change, metrics: {name: number or null}",
     "example": "step, prompt, completions: [{reward, text}]: every few\nsteps the best and the worst completion of a prompt",
     "evaluation": 'when: before|after|"step N", metrics',
     "servers": "servers: [{index, url, state, version, running, waiting,\nkv_usage, restarts, reason: what is wrong with one that\n"

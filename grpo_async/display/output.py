@@ -12,7 +12,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
-from grpo_async.display.display import Display, JsonView, LineView, LiveView, View, print_line
+from grpo_async.display.display import Display, InThread, JsonView, LineView, LiveView, View, print_line
 from grpo_async.display.progress import Progress
 from grpo_async.errors import ConfigError, GrpoAsyncError, exit_code_of
 from grpo_async.run_directory import RunDir
@@ -98,9 +98,9 @@ class Output:
         console, is_quiet = self.console, self.mode is OutputMode.QUIET
         view: View
         if self.mode is OutputMode.JSON:
-            view = self._events
+            view = InThread(self._events)
         elif is_quiet or lines_only or not console.is_terminal or console.is_dumb_terminal:
-            view = LineView(console, progress, quiet=is_quiet)
+            view = InThread(LineView(console, progress, quiet=is_quiet))
         else:
             view = LiveView(console, progress)
         return Display(progress, [view])

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
+import sys
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from grpo_async.display import display as display_module
-from grpo_async.display.display import Display, JsonView, LineView, LiveView
+from grpo_async.display.display import Display, InThread, JsonView, LineView, LiveView
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Progress
 from grpo_async.display.summary import print_summary
@@ -89,13 +94,34 @@ def test_the_mode_and_the_terminal_decide_what_is_shown(tmp_path: Path) -> None:
     options: dict[str, Any] = {"run_name": "x", "max_steps": 1, "run_dir": RunDir(tmp_path)}
 
     def view(mode: OutputMode, *, terminal: bool, **more: Any) -> type:
-        return type(Output(mode, _console(terminal=terminal)).display(**options, **more).views[0])
+        shown = Output(mode, _console(terminal=terminal)).display(**options, **more).views[0]
+        return type(shown.view if isinstance(shown, InThread) else shown)
 
     assert view(OutputMode.FULL, terminal=True) is LiveView
     assert view(OutputMode.FULL, terminal=True, lines_only=True) is LineView
     assert view(OutputMode.FULL, terminal=False) is LineView
     assert view(OutputMode.QUIET, terminal=True) is LineView
     assert view(OutputMode.JSON, terminal=True) is JsonView
+
+
+@pytest.mark.parametrize("mode", [OutputMode.FULL, OutputMode.JSON])
+def test_a_run_does_not_wait_for_a_pipe_that_nobody_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: OutputMode
+) -> None:
+    """As `| less` or Ctrl-S; what was said meanwhile comes later, in order."""
+    reader, writer = os.pipe()
+    with open(reader) as lines, open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with Output(mode).display(run_name="x", max_steps=1, run_dir=RunDir(tmp_path)) as display:
+            telling = Thread(
+                target=lambda: [display.note(f"note {n} of a run that tells much") for n in range(5000)], daemon=True
+            )
+            telling.start()  # more than a pipe holds
+            telling.join(30.0)
+            has_waited = telling.is_alive()
+            told = [line for line in islice(lines, 5000 + (mode is OutputMode.FULL)) if "note " in line]
+    assert not has_waited
+    assert re.findall(r"note (\d+)", "".join(told)) == [*map(str, range(5000))]
 
 
 def test_a_quiet_run_tells_of_warnings_only() -> None:
@@ -163,7 +189,14 @@ def test_events_have_what_the_help_says_and_servers_come_when_a_state_changes() 
     step, *servers, preflight = [json.loads(line) for line in file.getvalue().splitlines()]
     assert (step.pop("time") > 0, step) == (
         True,
-        {"event": "step", "step": 2, "max_steps": 4, "eta_s": 6.0, "metrics": {"step_time": 3.0, "grad_norm": None}},
+        {
+            "event": "step",
+            "step": 2,
+            "max_steps": 4,
+            "eta_s": 6.0,
+            "reward_change": None,
+            "metrics": {"step_time": 3.0, "grad_norm": None},
+        },
     )
     assert [event["servers"][0]["state"] for event in servers] == ["serving", "down"]
     assert preflight["checks"] == [ENOUGH]
