@@ -95,6 +95,7 @@ class Metadata:
         superseded: what each resume left behind: {"step": of its checkpoint, "from_seq", "until_seq"}, the groups with
             from_seq <= seq < until_seq.
         is_open: a writer has opened the store and not closed it.
+        first_seq: where a fork begins; its parent has the groups before.
     """
 
     schema: int = SCHEMA
@@ -102,6 +103,7 @@ class Metadata:
     num_lost: int = 0
     superseded: list[dict[str, int]] = field(default_factory=list)
     is_open: bool = False
+    first_seq: int = 0
 
     def superseded_condition(self) -> str:
         """An SQL condition over `seq`: the rows that a resume has superseded."""
@@ -114,7 +116,7 @@ class Metadata:
         if self.sample_rate < 1.0:
             found.append(f"record.rollouts.sample_rate = {self.sample_rate:g} left out some of the groups")
         blocks = find_blocks(folder)
-        if blocks and blocks[0].first_seq > self.num_lost:  # lost groups had a seq, the first ones too
+        if blocks and blocks[0].first_seq > self.first_seq + self.num_lost:  # lost groups had a seq, the first ones too
             found.append(f"every group before seq {blocks[0].first_seq} was deleted to keep to record.rollouts.max_gb")
         if self.num_lost:
             found.append(f"missing: {count(self.num_lost, 'group')} that a full disk or a kill kept from being written")
