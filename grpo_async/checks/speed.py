@@ -72,12 +72,18 @@ def step_seconds(config: ExperimentConfig, model: ModelSize, trainers: int, serv
 
 
 def describe_step(config: ExperimentConfig, gpus: int) -> dict[str, str]:
-    """Lines of the plan: who waits in a step, and the fastest split of `gpus` whose trainer fits. `config` has its dtypes. Nothing
-    is said of GPUs that both sides share, of weights that come from the host in each pass, nor of float32."""
+    """Lines of the plan: who waits in a step, and the fastest split of `gpus` whose trainer fits. `config` has its dtypes."""
     training, rollout, launch = config.training, config.rollout, config.launch
-    dtypes = config.model.resolved_compute_dtype, config.inference.resolved_dtype
-    if launch.ray or launch.device == "cpu" or launch.colocate or training.cpu_offload or "float32" in dtypes:
-        return {}
+    not_estimated = {
+        "on a cluster (launch.ray)": launch.ray is not None,
+        "on CPUs": launch.device == "cpu",
+        "for GPUs that trainer and servers share (launch.colocate)": launch.colocate,
+        "with training.cpu_offload": training.cpu_offload,
+        "in float32": "float32" in (config.model.resolved_compute_dtype, config.inference.resolved_dtype),
+    }
+    for why, is_so in not_estimated.items():
+        if is_so:
+            return {"step": f"not estimated {why}"}
     model = ModelSize.read(config.model.path)
     if model is None:
         return {"step": "not estimated: the size of a hub model is not known; name a folder as model.path"}

@@ -140,7 +140,7 @@ def share_gpus(
     if shares.shared:
         notes.append(f"trainer and servers share GPU {','.join(shares.shared)}, as launch.colocate says")
     if idle := [gpu for gpu in gpus if gpu not in {*gpus[:ranks], *chain(*servers)}]:
-        notes.append(f"GPU {','.join(idle)} of this machine: not used by this run")
+        notes.append(f"GPU {','.join(idle)}: not used by this run")
     return replace(shares, notes=tuple(notes))
 
 

@@ -29,7 +29,7 @@ def choose_engine(config: ExperimentConfig, *, is_here: bool = True) -> EngineCh
     if inference.engine == "embedded":
         return EngineChoice(engine="embedded", reason="set by inference.engine", on_gpu=embedded_on_gpu)
     if not is_here:
-        reason = f"inference.engine: {inference.engine}; not checked, because other machines serve"
+        reason = f"inference.engine: {inference.engine}; not checked on this machine"
         return EngineChoice(engine="vllm", reason=reason, on_gpu=config.launch.device != "cpu")
 
     from grpo_async.servers.vllm.command import installed_platform, vllm_usable

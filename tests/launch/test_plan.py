@@ -180,7 +180,7 @@ def test_gpus_go_to_the_ranks_first_and_are_shared_only_where_that_is_asked_for(
     assert shares.servers == tuple(tuple(server) for server in servers)
     assert shares.shared == tuple(gpu for gpu in trainer if gpu in "".join(servers))
     assert any("share GPU" in note for note in shares.notes) == colocate
-    idle = ["GPU 2,3 of this machine: not used by this run"] if gpus == "0123" else []
+    idle = ["GPU 2,3: not used by this run"] if gpus == "0123" else []
     assert [note for note in shares.notes if "not used" in note] == idle
 
 
