@@ -54,6 +54,7 @@ _MOSTLY, _OFTEN = 0.9, 0.5
 _CUT = 0.3  # of the completions that hit a limit
 _MANY_FAILED = 0.05  # of the groups
 _STILL = 0.02  # between the smallest and the largest importance ratio of all tokens
+_SOME_STEPS = 10  # times of fewer are noise
 _SOME_STALENESS, _FEW_STEPS = 0.3, 5  # from here on an update would show in the ratio
 _MIN_MOVE = 1e-6  # sum of the learning rates: about what a weight moves by in all steps
 _LOST = 0.25  # of the range of rewards: what a run must have had and lost to have collapsed
@@ -341,7 +342,7 @@ def waiting(history: RunHistory) -> Finding | None:
         f"{percent(stale)} of the groups are dropped because they are too old",
     )
     if stale < _MANY_STALE:
-        if idle < _IDLE or history.num_steps < _FEW_STEPS:
+        if idle < _IDLE or history.num_steps < _SOME_STEPS:
             return None
         step_s = history.recent("step_time") or 0.0
         took = f"a step of {duration(step_s)} could take {duration(step_s * (1.0 - idle))}"
