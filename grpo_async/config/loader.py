@@ -156,7 +156,7 @@ def _base(name: Node, chain: Sequence[Path]) -> Path:
     if not fault and not isinstance(name.value, str):
         fault = "give the name of a file, or a list of names"
     elif not fault and not os.path.isfile(base):
-        fault = f"{no_such_file(base)} (paths are relative to {chain[-1]})"
+        fault = f"{no_such_file(base, chain[-1])} (paths are relative to {chain[-1]})"
     elif not fault and base.resolve() in [file.resolve() for file in chain]:
         fault = f"it closes a cycle: {' -> '.join(str(file) for file in [*chain, base])}"
     if fault:

@@ -121,10 +121,11 @@ def read_yaml_file(path: Path, problems: list[Problem]) -> Node:
     return Node(root.value or {}, location)
 
 
-def no_such_file(path: Path) -> str:
+def no_such_file(path: Path, named_in: Path | None = None) -> str:
     if path.parent.name == "configs" and (here := shipped(f"configs/{path.name}")).is_file():
         return f"there is no file {path}; the one that comes with grpo-async is {here}"
-    return f"there is no file {path}{did_you_mean(path.name, [file.name for file in path.parent.glob('*.y*ml')])}"
+    others = [file.name for file in path.parent.glob("*.y*ml") if file != named_in]
+    return f"there is no file {path}{did_you_mean(path.name, others)}"
 
 
 def read_yaml(text: str, location: Location, problems: list[Problem], *, has_lines: bool = True) -> Node:
