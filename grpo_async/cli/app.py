@@ -92,7 +92,7 @@ app.command("import", short_help="Turn a training script of TRL into a configura
 app.command("train", cls=TrainCommand, short_help="Run an experiment: server, trainer, progress.")(train)
 app.command("eval", short_help="Evaluate a model or a checkpoint on held-out data.")(evaluate)
 app.command("study", short_help="Compare settings over several seeds: which are safe, which is the cheapest.")(study)
-app.command("validate", short_help="Check a configuration; print it and the plan.")(validate)
+app.command("validate", short_help="Check a configuration; print every setting.")(validate)
 app.command("doctor", short_help="Check this machine: versions, GPUs, limits, disk.")(doctor)
 app.command("check-reward", short_help="Try the reward functions on good and bad completions.")(check_reward)
 app.command("explain", short_help="Explain a configuration key.")(explain)

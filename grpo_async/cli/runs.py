@@ -169,8 +169,9 @@ def _show(content: Mapping[str, Any]) -> None:
     from grpo_async.utils.safe_text import plain
     from grpo_async.viewer.web.overview import replay_tables
 
+    console = stdout_console()
     for table in replay_tables(content):
-        typer.echo(f"{plain(table['caption'])}\n")
+        console.print(Text(f"{plain(table['caption'])}\n"))
         heads = tuple(head.removeprefix("#") for head in table["head"])
-        print_rows(stdout_console(), [heads, *(tuple(Text(plain(cell)) for cell in row) for row in table["rows"])])
+        print_rows(console, [heads, *(tuple(Text(plain(cell)) for cell in row) for row in table["rows"])])
         typer.echo("")

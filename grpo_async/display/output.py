@@ -72,7 +72,7 @@ class Output:
         if self.mode is OutputMode.JSON:
             self._events.show("note", {"text": text})
         else:
-            print_line(self.console, text)
+            self.console.print(Text(plain(text)), soft_wrap=not self.console.is_terminal)
 
     def start(self, *, run_name: str, directory: Path, pid: int, plan: str) -> None:
         """The run begins."""

@@ -130,12 +130,14 @@ def _step_text(content: Mapping[str, Any], now: float) -> str:
     step, most, is_running = int(content.get("step") or 0), content.get("max_steps"), content.get("state") == RUNNING
     until = now if is_running else float(content.get("updated_at") or now)
     took = duration(max(0, round(until - float(content.get("started_at") or until))))
+    if not is_running:
+        return join([steps_text(step, most), f"{took} in all, with start, evaluations and end"])
     return join(
         [
             steps_text(step, most),
             f"{step / most:.0%}" if most else None,
-            f"{took} elapsed" if is_running else f"{took} in all, with start, evaluations and end",
-            left_text(content.get("eta_s")) if is_running else None,
+            f"{took} elapsed",
+            left_text(content.get("eta_s")),
             write_numbers(content.get("metrics") or {}, (("step_time", "{:.1f} s/step"),)),
         ]
     )

@@ -153,7 +153,7 @@ class Study:
                     f"{ended} of {len(self.plan.seeds)}"
                     + (f", {len(setting.errors)} failed" if setting.errors else ""),
                     f"{setting.mean:.3f}" if rewards else "",
-                    f"±{width:.3f}" if math.isfinite(width) else "",
+                    f"±{width:.3f}" if math.isfinite(width) else "–",
                     f"{min(rewards):.3f}" if rewards else "",
                     "" if setting.staleness is None else f"{setting.staleness:.1f}",
                     "" if setting.seconds is None else duration(round(setting.seconds)),

@@ -36,8 +36,8 @@ def print_rows(console: Console, rows: Iterable[tuple[str | Text, ...]]) -> None
             console.print(Text("  ".join([*padded, line])), soft_wrap=True)
         return
     table = Table.grid(padding=(0, 2))
-    for _ in names:
-        table.add_column(no_wrap=True, style="bold")
+    for number, _ in enumerate(names):
+        table.add_column(no_wrap=True, style="" if number else "bold")
     table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*row)
