@@ -12,25 +12,6 @@ import pytest
 from tests.sandbox.support import TRIAL, run
 
 
-def test_a_server_on_this_machine_is_not_reached() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        code = f"""{TRIAL}
-import socket
-def connect(family, kind):
-    with socket.socket(family, kind) as client:
-        client.settimeout(5)
-        client.connect(("127.0.0.1", {port}))
-        client.send(b"x")
-trial(lambda: connect(socket.AF_INET, socket.SOCK_STREAM))
-trial(lambda: connect(socket.AF_INET, socket.SOCK_DGRAM))
-"""
-        assert "went through" not in run(code).stdout
-        listener.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            listener.accept()
-
-
 def test_no_kind_of_socket_can_be_made() -> None:
     """Of IP, Unix, netlink, packets, crypto, vsock."""
     code = f"""{TRIAL}
