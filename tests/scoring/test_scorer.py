@@ -22,7 +22,7 @@ from grpo_async.records import (
     TaggedMessage,
     ToolCallRecord,
 )
-from grpo_async.rewards import RewardFunction, TrainerState
+from grpo_async.rewards import RewardFunction
 from grpo_async.scoring.scorer import Scorer
 from tests.support.records import make_completion, make_prompt, make_turn
 
@@ -156,27 +156,6 @@ def test_a_list_that_a_tool_returned_is_the_content_of_its_message_as_in_trl() -
 
     _score([replace(make_completion("r0"), turns=[turn])], reward)
     assert contents == [[1], "[1]"]
-
-
-def test_rewards_see_the_step_the_epoch_and_the_last_metrics_of_the_run() -> None:
-    seen = []
-
-    def reward(completions: list[Any], trainer_state: Any) -> list[float]:
-        last = trainer_state.log_history[-1] if trainer_state.log_history else None
-        seen.append((trainer_state.global_step, trainer_state.max_steps, trainer_state.epoch, last))
-        trainer_state.log_history.clear()
-        return [0.0] * len(completions)
-
-    state = TrainerState(max_steps=9)
-    scorer = Scorer([RewardFunction(reward)], advantage=AdvantageSection(), train_zero_variance=True, state=state)
-    group = RolloutGroup(prompt=make_prompt(3), completions=[make_completion("r0")])
-    for step in range(3):
-        asyncio.run(scorer.score(group))
-        scorer.set_step(step + 1, epoch=0.5 * (step + 1))
-        if step != 1:
-            scorer.log(step + 1, {"reward": 0.25})
-    first = {"step": 1, "reward": 0.25}
-    assert seen == [(0, 9, 0.0, None), (1, 9, 0.5, first), (2, 9, 1.0, first)]
 
 
 def test_two_rewards_that_log_under_one_name_do_not_overwrite_each_other() -> None:
