@@ -14,7 +14,6 @@ from grpo_async.records import (
     FinishReason,
     Origin,
     RolloutStatus,
-    ScoredGroup,
     TaggedMessage,
     ToolCallRecord,
     TurnRecord,
@@ -42,13 +41,11 @@ def _turn() -> TurnRecord:
     )
 
 
-def _with_top(scored: ScoredGroup) -> ScoredGroup:
-    return replace(scored, samples=[replace(sample, top=_turn().output_top) for sample in scored.samples])
-
-
 def _state() -> ResumeState:
+    made = make_scored(8, version=3)
     scored = replace(
-        _with_top(make_scored(8, version=3)),
+        made,
+        samples=[replace(sample, top=_turn().output_top) for sample in made.samples],
         metrics={"mine": math.nan},
         extra_columns={"note": ["a", None]},
         reward_parts=[{"f": None}, {"f": 1.0}],
