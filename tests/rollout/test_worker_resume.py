@@ -105,6 +105,7 @@ def test_finished_groups_are_not_generated_again_and_others_go_on_with_the_token
     counts = setup.table.ledger()
     assert is_balanced(counts)
     assert counts["groups"]["trained"] == 4  # each group counts once
+    assert not {0, 1, 2, 3}.intersection(setup.worker.resume_state().outstanding)  # nor is one issued again
     # 3 groups of 4 rollouts with 2 tokens, kept; one whose 4 rollouts had 1 token and got 2 more of the script
     assert counts["tokens"]["trained"] == 3 * 8 + 4 * 3
 
