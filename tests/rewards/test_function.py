@@ -60,7 +60,6 @@ def _returning(raw: Any, count: int) -> Any:
 
 
 def test_numbers_of_every_kind_are_taken() -> None:
-
     import torch
 
     assert _returning([1, 0.5, True, None, np.float32(0.25), torch.tensor(2)], 6) == [1.0, 0.5, 1.0, None, 0.25, 2.0]
