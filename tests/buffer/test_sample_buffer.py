@@ -55,16 +55,6 @@ def test_what_is_reserved_stays_queued_and_is_taken_next(late_version: int, take
     assert fixture.take(1, version=1) == [7 - sum(taken)]
 
 
-def test_nothing_too_stale_and_no_round_without_samples_is_reserved() -> None:
-    fixture = _Fixture()
-    fixture.add(make_scored(0, version=0), make_scored(1, version=2), make_scored(2, version=2, has_samples=False))
-    assert [scored.group.group_id for scored in fixture.buffer.reserve(1, trainer_version=2)] == [1]
-    assert fixture.take(1, version=2) == [1]
-    assert fixture.dropped == [(0, "stale", 1)]
-    assert fixture.buffer.reserve(1, trainer_version=2) == []
-    assert len(fixture.table.queued()) == 1
-
-
 def test_a_round_without_any_samples_is_given_back_and_the_next_one_taken() -> None:
     fixture = _Fixture()
     fixture.add(make_scored(0, has_samples=False), make_scored(1, has_samples=False), make_scored(2), make_scored(3))
@@ -81,45 +71,7 @@ def test_what_was_taken_before_a_failure_is_queued_again_for_the_checkpoint_that
     assert [scored.group.group_id for scored in fixture.table.queued()] == [0, 1]
 
 
-def test_groups_of_a_checkpoint_are_handed_out_like_others() -> None:
-    fixture = _Fixture()
-    fixture.add(make_scored(2))
-    fixture.add(make_scored(1), make_scored(0, has_samples=False))
-    fixture.buffer.record_dropped(make_scored(9))
-    assert [scored.group.group_id for scored in fixture.buffer.dropped()] == [9]
-    assert fixture.take(3) == [0, 1, 2]
-    assert [scored.group.group_id for scored in fixture.buffer.take_dropped()] == [9]
-    assert fixture.buffer.dropped() == []
-
-
-def test_what_is_dropped_belongs_to_the_step_that_sees_it_and_after_the_last_to_none() -> None:
-    fixture = _Fixture()
-    seen = []
-    for _ in range(4):
-        step = fixture.buffer.record_dropped(make_scored(9))
-        assert step == fixture.buffer.step
-        seen.append((step, len(fixture.buffer.take_dropped())))
-    assert seen == [(1, 1), (2, 1), (3, 1), (None, 1)]
-
-
-def test_a_wake_ends_the_waiting_take_or_the_next_one_and_the_limits_of_the_wait_count_on() -> None:
-    fixture = _Fixture()
-    watch = Watch(timeout_s=0.5, progress=lambda: 0)
-    fixture.buffer.wake()  # before anybody waits
-    assert fixture.buffer.take(1, trainer_version=0, watch=watch) is None
-    began = time.monotonic()
-    timers = [threading.Timer(delay, fixture.buffer.wake) for delay in (0.2, 0.4)]
-    for timer in timers:
-        timer.start()
-    for timer in timers:
-        assert fixture.buffer.take(1, trainer_version=0, watch=watch) is None
-        timer.join()
-    with pytest.raises(DeadlineError):
-        fixture.buffer.take(1, trainer_version=0, watch=watch)
-    assert time.monotonic() - began < 0.8  # each wake alone would have begun another half second
-
-
-@pytest.mark.parametrize("what", ["add", "fail", "interrupt", "end"])
+@pytest.mark.parametrize("what", ["add", "fail", "interrupt", "end", "wake"])
 def test_a_waiting_take_is_woken_and_does_not_wait_for_its_next_check(what: str) -> None:
     """R1.4: the next check would be in 20 s. An empty queue goes on waiting, but not after generation died."""
     fixture = _Fixture()
@@ -129,6 +81,7 @@ def test_a_waiting_take_is_woken_and_does_not_wait_for_its_next_check(what: str)
         "add": lambda: fixture.add(make_scored()),
         "fail": lambda: buffer.fail(RunError("generation died")),
         "interrupt": buffer.interrupt,
+        "wake": buffer.wake,
     }
     timer = threading.Timer(0.2, actions[what])
     timer.start()
@@ -139,27 +92,19 @@ def test_a_waiting_take_is_woken_and_does_not_wait_for_its_next_check(what: str)
             buffer.take(1, trainer_version=0, watch=watch)
     else:
         taken = buffer.take(1, trainer_version=0, watch=watch)
-        assert taken is None if what == "interrupt" else len(taken or ()) == (what == "add")
+        assert taken is None if what in ("interrupt", "wake") else len(taken or ()) == (what == "add")
     assert time.monotonic() - began < 5.0
     timer.join()
 
 
 def test_after_the_end_of_the_data_what_is_left_is_a_smaller_round_and_then_there_is_none() -> None:
-    """Of the last round the groups that can be trained; those that cannot are closed. So is a round of such alone: with a step if
-    another can be trained, else no step will see it."""
+    """What cannot be trained is closed; of the last round no step will see it."""
     fixture = _Fixture()
-    fixture.add(make_scored(0), make_scored(1, version=-5), make_scored(2), make_scored(3, has_samples=False))
-    fixture.add(make_scored(4, version=-5), make_scored(5))
-    fixture.add(make_scored(6, version=-5), make_scored(7, has_samples=False))
+    fixture.add(make_scored(0), make_scored(1), make_scored(2), make_scored(3, has_samples=False))
+    fixture.add(make_scored(4, version=-5))
     fixture.buffer.end()
-    for count, taken, num_dropped in ((2, [0, 2], 1), (1, [5], 2), (2, [], 2)):
-        assert fixture.take(count) == taken
-        assert len(fixture.buffer.take_dropped()) == num_dropped
-    assert fixture.dropped == [
-        (1, "stale", 1),
-        (3, "filtered", 2),
-        (4, "stale", 2),
-        (6, "stale", None),
-        (7, "filtered", None),
-    ]
+    for taken in ([0, 1], [2, 3], []):
+        assert fixture.take(2) == taken
+        fixture.buffer.take_dropped()
+    assert fixture.dropped == [(4, "stale", None)]
     assert fixture.take(2) == []

@@ -153,16 +153,6 @@ def test_the_first_steps_take_what_was_started_first_not_what_is_done_first(monk
     assert run.taken == [list(range(4 * step, 4 * step + 4)) for step in range(12)]
 
 
-@pytest.mark.parametrize("ends", [GroupStatus.FAILED, GroupStatus.FILTERED])
-def test_a_place_is_free_at_once_when_its_group_fails_or_is_filtered_at_the_last_moment(
-    monkeypatch: pytest.MonkeyPatch, ends: GroupStatus
-) -> None:
-    run = Simulation(monkeypatch, _slow({10}, Plan(takes=20, ends=ends)))
-    run.run()
-    assert run.taken[2] == [8, 9, 11, 12]
-    assert 15.0 <= run.waited_s[2] <= 20.0
-
-
 @pytest.mark.parametrize(
     ("takes", "timeout_s", "waited_s"),
     [
@@ -194,31 +184,6 @@ def test_what_lost_its_place_to_the_order_is_waited_for_again_in_the_last_step_t
     run = Simulation(monkeypatch, lambda group_id: plans.get(group_id, Plan()), groups=2)
     run.run()
     assert run.taken[:3] == [[2, 3], [0, 1], [4, 5]]
-
-
-def test_of_two_groups_whose_last_step_has_one_place_the_first_that_is_done_gets_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Group 1 takes the place of 0, which is not done in time for step 1; step 2 is the last one of 0 and of 2."""
-    table = GroupTable(groups_per_step=1, max_staleness=1, version=1, last_version=9)
-    dropped: list[int] = []
-
-    def drop(scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
-        table.close(scored.group_id, status)
-        dropped.append(scored.group_id)
-
-    buffer = SampleBuffer(table, on_drop=drop)
-    for group_id, version in ((0, 0), (1, 1), (2, 0)):
-        start_group(table, group_id)
-        table.generated(group_id, 1, version)
-    table.score(make_scored(1, version=1))
-    assert buffer.reserve(1, trainer_version=1) == []
-    table.score(make_scored(2, version=0))
-    watch = Watch(timeout_s=9.0, progress=lambda: 0)
-    assert [scored.group_id for scored in buffer.take(1, trainer_version=1, watch=watch) or ()] == [2]
-    table.score(make_scored(0, version=0))
-    assert [scored.group_id for scored in buffer.take(1, trainer_version=2, watch=watch) or ()] == [1]
-    assert dropped == [0]
 
 
 def _random_plan(seed: int) -> Callable[[int], Plan]:

@@ -13,24 +13,23 @@ from typing import Any
 events: list[str] = []
 gate = threading.Event()
 entered = threading.Event()
-faults: set[str] = set()  # names of methods that raise
+refuse = threading.Event()  # no instance can be made
 
 
 def clear() -> None:
     events.clear()
-    faults.clear()
-    gate.clear()
-    entered.clear()
+    for event in (gate, entered, refuse):
+        event.clear()
 
 
 class Full:
     """Has all that an environment may have, and much that is no tool."""
 
     limit = 3
-    num_made = 0
 
     def __init__(self) -> None:
-        type(self).num_made += 1
+        if refuse.is_set():
+            raise ConnectionError("too many sessions")
         events.append("made")
         self.helper = len
         self.row: dict[str, Any] = {}
@@ -43,8 +42,6 @@ class Full:
     def reset(self, **row: Any) -> str:
         """Begins."""
         self.row = row
-        if "reset" in faults:
-            raise RuntimeError("no server")
         return "Begin."
 
     def move(self, direction: str) -> str:
@@ -82,8 +79,6 @@ class Full:
         return "hidden"
 
     def is_done(self) -> bool:
-        if "is_done" in faults:
-            raise RuntimeError("lost")
         return False
 
     def get_reward(self) -> Any:
@@ -160,75 +155,6 @@ class Database:
 class NoReset:
     def nod(self) -> str:
         return "nodded"
-
-
-class Unreachable:
-    def __init__(self) -> None:
-        raise ConnectionError("nobody answers")
-
-
-class Slow:
-    def __init__(self) -> None:
-        gate.wait(timeout=30)
-
-    def reset(self) -> None: ...
-
-    def close(self) -> None:
-        events.append("closed")
-
-
-class SlowFromTheFourth:
-    """Three are made at once, all later ones wait for the gate. They are told apart by `number`."""
-
-    def __init__(self) -> None:
-        self.number = events.count("made") + 1
-        events.append("made")
-        if self.number > 3:
-            entered.set()
-            gate.wait(timeout=30)
-
-    def reset(self) -> None: ...
-
-    def close(self) -> None:
-        events.append(f"closed {self.number}")
-
-
-class OnlyOnce:
-    """Can be made once: the probe."""
-
-    def __init__(self) -> None:
-        if "OnlyOnce" in faults:
-            raise ConnectionError("too many sessions")
-        faults.add("OnlyOnce")
-
-    def reset(self) -> None: ...
-
-
-class Changing:
-    def reset(self) -> None: ...
-
-
-class Changed:
-    def reset(self) -> None: ...
-
-
-def changing() -> Any:
-    if "changing" in faults:
-        return Changed()
-    faults.add("changing")
-    return Changing()
-
-
-class Calculating:
-    def reset(self) -> None: ...
-
-    def multiply(self, a: int) -> int:
-        """Has the name of a tool.
-
-        Args:
-            a: A number.
-        """
-        return a
 
 
 class Bare:

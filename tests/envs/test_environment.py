@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -24,33 +23,6 @@ def test_is_done_is_looked_up_once_per_instance_and_reserved_names_are_no_tools(
             assert await environment.is_done() is False
         assert samples.events.count("looked up is_done") == 1
         assert [tool.name for tool in environment.tools] == ["look", "move", "rules", "stay"]
-
-    with_one("Full", use)
-
-
-def test_an_environment_without_is_done_is_never_done_and_one_without_get_reward_has_no_reward() -> None:
-    """R3.3"""
-
-    async def use(environment: Environment) -> None:
-        await environment.reset({})
-        assert await environment.is_done() is False
-        assert environment.kind.reward_name is None
-        assert environment.tools == []
-
-    with_one("Bare", use)
-
-
-def test_an_is_done_that_raises_fails_that_rollout_and_spares_the_instance() -> None:
-    """R3.5"""
-
-    async def use(environment: Environment) -> None:
-        await environment.reset({})
-        samples.faults.add("is_done")
-        with pytest.raises(EnvironmentCallError, match="environment `only`: `is_done` raised RuntimeError: lost"):
-            await environment.is_done()
-        samples.faults.clear()
-        await environment.reset({})
-        assert await environment.is_done() is False
 
     with_one("Full", use)
 
@@ -102,46 +74,24 @@ def test_reset_returns_text_text_parts_or_nothing(returned: Any, text: str | Non
     assert with_one("Bare", use) == text
 
 
-@pytest.mark.parametrize(
-    ("returned", "problem"),
-    [
-        (3, "`reset` returned 3 (int); it must return text, a list of text parts, or None"),
-        ("x" * (MAX_RESET_CHARS + 1), "`reset` returned 1,000,001 characters; "),
-        (
-            [{"type": "image", "image": 1}],
-            "`reset` returned something unusable: the result cannot be given to the model: part 0",
-        ),
-    ],
-)
-def test_an_unusable_reset_is_reported_and_breaks_the_instance(returned: Any, problem: str) -> None:
+@pytest.mark.parametrize("returned", [3, "x" * (MAX_RESET_CHARS + 1)], ids=["int", "long"])
+def test_an_unusable_reset_is_reported_and_breaks_the_instance(returned: Any) -> None:
     async def use(environment: Environment) -> None:
-        with pytest.raises(EnvironmentCallError) as caught:
+        with pytest.raises(EnvironmentCallError, match="`reset` returned"):
             await environment.reset({"text": returned})
-        assert problem in str(caught.value)
         assert environment.broken is not None
 
     with_one("Bare", use)
 
 
-@pytest.mark.parametrize(
-    ("returned", "problem"),
-    [
-        (
-            float("nan"),
-            "`get_reward` returned nan; it must be a number of at most 1e+09, or None",
-        ),
-        ("good", "`get_reward` returned 'good' (str); it must be a number or None"),
-    ],
-)
-def test_a_reward_is_a_number_or_none_and_anything_else_is_reported(returned: Any, problem: str) -> None:
+def test_a_reward_is_a_number_or_none_and_anything_else_is_reported() -> None:
     async def use(environment: Environment) -> None:
         for usable, reward in ((None, None), (True, 1.0), (0.25, 0.25)):
             await environment.reset({"reward": usable})
             assert await environment.get_reward() == reward
-        await environment.reset({"reward": returned})
-        with pytest.raises(EnvironmentCallError) as caught:
+        await environment.reset({"reward": float("nan")})
+        with pytest.raises(EnvironmentCallError, match="`get_reward` returned nan"):
             await environment.get_reward()
-        assert problem in str(caught.value)
 
     with_one("Full", use)
 
@@ -152,12 +102,10 @@ def test_after_a_time_out_the_instance_is_broken_and_refuses_every_call(method: 
         await environment.reset({})
         record = await call(environment, method)
         assert (record.result, record.failed) == ('{"error": "took longer than 0.3 s"}', True)
-        assert (
-            environment.broken
-            == f"`{method}` took longer than 0.3 s; raise `environments.only.timeout_s` if this is expected"
-        )
         for refused in (environment.is_done(), environment.reset({})):
-            with pytest.raises(EnvironmentCallError, match=r"can no longer be used: `wait"):
+            with pytest.raises(
+                EnvironmentCallError, match=r"can no longer be used: .*raise `environments\.only\.timeout_s`"
+            ):
                 await refused
         assert "can no longer be used" in (await call(environment, "wait")).result
 
@@ -187,13 +135,11 @@ def test_an_instance_in_a_process_of_its_own_has_the_main_thread_there_and_its_s
     async def use(environment: Environment) -> Any:
         text = await environment.reset({"answer": 7})
         added, failed = await call(environment, "add", number=2), await call(environment, "add", number=0)
-        assert (added.result, added.returned, failed.failed) == ("[4]", [4], True)
-        assert json.loads(failed.result) == {"error": "ValueError: nothing to add"}
+        assert (added.returned, failed.result) == ([4], '{"error": "ValueError: nothing to add"}')
         assert environment.instance.total == 4  # as a reward function reads it
         reward = await environment.get_reward()
         assert (await call(environment, "add", number=-1)).failed
-        assert environment.broken is not None
-        assert "took longer than 4 s" in environment.broken
+        assert "took longer than 4 s" in (environment.broken or "")
         return text, reward, environment.kind.reward_name
 
     arguments = {"start": 1}

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import pytest
 
-from grpo_async.rewards import code
 from grpo_async.rewards.code import code_tests
 from grpo_async.rewards.code_rows import read_row
-from grpo_async.utils.warn_once import WarnOnce
 
 _RIGHT = "def add(a, b): return a + b"
 # In the forms of MBPP and of what people write by hand.
@@ -311,14 +308,3 @@ def test_builtins_that_may_be_the_tested_one_need_an_entry_point() -> None:
     with pytest.raises(ValueError, match="`entry_point`"):
         read_row(["assert abs(sum(1, 2) - 3) < 1"])
     assert read_row(["assert abs(sum(1, 2) - 3) < 1"], "sum") is not None
-
-
-def test_a_refused_test_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(code, "_warn_once", WarnOnce(code.logger))
-    with caplog.at_level(logging.WARNING, "grpo_async"):
-        for _ in range(2):
-            assert _score("class P: pass", ["assert P() == P()"]) == 0.0
-    assert _score("def f(g, x): return g(x)", ["assert f(lambda x: x + 1, 3) == 4"]) == 0.0
-    first, second = (record.getMessage() for record in caplog.records)
-    assert "==" in first
-    assert "hands a function to the tested code" in second

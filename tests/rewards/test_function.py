@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +13,7 @@ import pytest
 from grpo_async.config.sections import RewardSection
 from grpo_async.errors import ConfigError
 from grpo_async.rewards import RewardError, RewardFunction, load_rewards
-from grpo_async.tracking.catalog import CATALOG
 from tests.rewards.helpers import FAULTY, TRL, loaded, score
-from tests.support.waiting import until
 
 _release = threading.Event()
 
@@ -52,20 +48,11 @@ def test_an_async_function_that_blocks_misses_its_limit_and_is_named_with_its_li
         assert time.monotonic() - started < 10  # and not when it is released
         line = _blocks.__code__.co_firstlineno + 3
         assert f"{__file__}:{line} in _blocks > " in str(caught.value)
-        assert "if this is expected; or set `rewards.run_in: process`" in str(caught.value)
         assert (await score(reward, ["x"])).values == [1.0]  # on a new loop
-        for _ in range(3):
-            with pytest.raises(RewardError, match="took longer than"):
-                await score(reward, ["block"])
-        with pytest.raises(RewardError, match=r"4 of its event loops are still blocked.*; set `rewards.run_in"):
-            await score(reward, ["x"])
-        _release.set()
-        await until(lambda: not any("reward-_blocks" in thread.name for thread in threading.enumerate()[1:]))
-        assert (await score(reward, ["x"])).values == [1.0]
 
     asyncio.run(run())
+    _release.set()
     reward.close()
-    assert not any("reward-_blocks" in thread.name for thread in threading.enumerate())
 
 
 def _returning(raw: Any, count: int) -> Any:
@@ -73,22 +60,18 @@ def _returning(raw: Any, count: int) -> Any:
 
 
 def test_numbers_of_every_kind_are_taken() -> None:
-
     import torch
 
     assert _returning([1, 0.5, True, None, np.float32(0.25), torch.tensor(2)], 6) == [1.0, 0.5, 1.0, None, 0.25, 2.0]
-    assert _returning(torch.tensor([1.0, 2.0]), 2) == [1.0, 2.0]
-    assert _returning(np.array([1, 2]), 2) == [1.0, 2.0]
-    assert _returning((1, 2), 2) == [1.0, 2.0]
     # whatever TRL's loop over the result takes
     for made in (
-        (float(n) for n in (1, 2)),
-        map(float, (1, 2)),
-        {"a": 1, "b": 2}.values(),
+        torch.tensor([1.0, 2.0]),
         torch.tensor([[1.0], [2.0]]),
+        np.array([1, 2]),
+        map(float, (1, 2)),
+        [torch.tensor([1.0]), np.array([[2]])],
     ):
         assert _returning(made, 2) == [1.0, 2.0]
-    assert _returning([torch.tensor([1.0]), np.array([[2]])], 2) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -96,12 +79,8 @@ def test_numbers_of_every_kind_are_taken() -> None:
     [
         ([1.0], "returned 1 values for 2 completions"),
         ([1.0, float("nan")], "returned for completion 1: nan"),
-        ([10**400, 1.0], "returned for completion 0: inf"),
         ([1.0, "good"], "returned for completion 1: 'good' (str)"),
-        (1.0, "returned 1.0 (float); it must return a list"),
         (None, "returned None (NoneType); it must return a list"),
-        (np.zeros((2, 2)), "returned for completion 0: [0.0, 0.0]"),
-        (lambda: 1.0, "name in the config what it made"),
     ],
 )
 def test_an_unusable_result_is_an_error_that_names_function_and_index(raw: Any, text: str) -> None:
@@ -111,21 +90,13 @@ def test_an_unusable_result_is_an_error_that_names_function_and_index(raw: Any, 
     assert text in str(caught.value)
 
 
-def test_async_rewards_of_a_run_share_a_loop_as_in_trl_and_the_calls_of_a_worker_too() -> None:
+def test_async_rewards_of_a_run_share_a_loop_as_in_trl() -> None:
     """An HTTP client that two of them share belongs to one loop."""
-    sections = [RewardSection(function=f"{FAULTY}:its_loop", name=name) for name in "ab"]
-    rewards = load_rewards([*sections, RewardSection(function=f"{FAULTY}:its_loop", name="c", run_in="process")])
-
-    async def run() -> None:
-        first, second, third, again = [(await score(rewards[index], ["x"])).values for index in (0, 1, 2, 2)]
-        assert first == second
-        assert third == again == [0.0]
-
-    try:
-        asyncio.run(run())
-    finally:
-        for reward in rewards:
-            reward.close()
+    rewards = load_rewards([RewardSection(function=f"{FAULTY}:its_loop", name=name) for name in "ab"])
+    first, second = (asyncio.run(score(reward, ["x"])).values for reward in rewards)
+    for reward in rewards:
+        reward.close()
+    assert first == second
 
 
 @pytest.mark.parametrize("run_in", ["thread", "process"])
@@ -137,38 +108,18 @@ def test_a_function_logs_columns_and_metrics_and_sees_the_state(run_in: str) -> 
     assert outcome.metrics == {"share": 0.75}  # (1.0 + 0.5) / 2; NaN is left out
 
 
-def test_a_function_cannot_log_in_the_place_of_the_runs_own_metrics() -> None:
-    own = [re.sub(r"\{\w+\}", "2", entry.name) for entry in CATALOG] + ["rewards/my/judge/std", "eval/custom"]
-    refused = []
-
-    def logs_all(completions: list[str], log_metric: Any) -> list[float]:
-        for name in [*own, "accuracy", "mine/reward", "rewards/accuracy"]:
-            try:
-                log_metric(name, 0.5)
-            except ValueError as error:
-                refused.extend([name] if f"logs_all/{name}" in str(error) else [])
+@pytest.mark.parametrize("name", ["reward", "rewards/my/judge/std", "eval/custom"])
+def test_a_function_cannot_log_in_the_place_of_the_runs_own_metrics(name: str) -> None:
+    def logs(completions: list[str], log_metric: Any) -> list[float]:
+        log_metric("mine/reward", 0.5)
+        log_metric(name, 0.5)
         return [0.0] * len(completions)
 
-    outcome = asyncio.run(score(RewardFunction(logs_all), ["ab"]))
-    assert refused == own
-    assert set(outcome.metrics) == {"accuracy", "mine/reward", "rewards/accuracy"}
+    with pytest.raises(RewardError, match=f"logs/{name}"):
+        asyncio.run(score(RewardFunction(logs), ["ab"]))
 
 
 # -- as the sections of a config name them
-
-
-def _message(*functions: str, **section: object) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_rewards([RewardSection.model_validate({"function": function, **section}) for function in functions])
-    return str(caught.value)
-
-
-def test_a_module_that_raises_says_what_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_at_import.py").write_text("\nvalue = 1 / 0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    message = _message("broken_at_import:f")
-    assert "raised ZeroDivisionError" in message
-    assert "broken_at_import.py, line 2" in message
 
 
 @pytest.mark.parametrize(
@@ -176,23 +127,26 @@ def test_a_module_that_raises_says_what_and_where(tmp_path: Path, monkeypatch: p
     [
         ("tests.rewards.trl_style_reward:x", {}, "there is no module `tests.rewards.trl_style_reward`"),
         (f"{TRL}:boxed_rewards", {}, "did you mean 'boxed_reward'?"),
-        (f"{FAULTY}:a_number", {}, "is of type int, which cannot be called"),
-        (f"{FAULTY}:NotAnInstance", {}, "is a class; make an instance"),
-        (f"{FAULTY}:positional_only", {}, "['completions'] are positional-only"),
-        (f"{FAULTY}:takes_nothing", {}, "takes no keyword arguments"),
-        (f"{FAULTY}:burns", {"arguments": {"second": 1.0}}, "arguments.second: "),
+        (f"{TRL}:LengthTarget", {}, "is a class; make an instance"),
+        (f"{FAULTY}:logs", {"arguments": {"fact": 1.0}}, "arguments.fact: "),
         (f"{TRL}:scaled", {"arguments": {"prompts": []}}, "arguments.prompts: every reward gets `prompts`"),
         (f"{TRL}:counter_reward", {"run_in": "process"}, "run_in: process: "),
+        (
+            "grpo_async.rewards.text:regex_match",
+            {"arguments": {"pattern": "(a"}},
+            "pattern: '(a' is not a regular expression",
+        ),
+        (
+            "grpo_async.rewards.code:code_tests",
+            {"arguments": {"wall_s": -1}},
+            "wall_s: -1: Input should be greater than 0",
+        ),
     ],
 )
 def test_what_cannot_be_a_reward_is_refused(function: str, section: dict[str, object], text: str) -> None:
-    assert text in _message(function, **section)
-
-
-def test_all_problems_come_at_once_with_their_index() -> None:
-    lines = _message(f"{TRL}:zzz", f"{FAULTY}:a_number", f"{TRL}:scaled_by_ten", f"{TRL}:scaled").splitlines()
-    assert [line.split(":")[0] for line in lines] == ["rewards.0.function", "rewards.1.function", "rewards"]
-    assert "the name `scaled` belongs to more than one function" in lines[2]
+    with pytest.raises(ConfigError) as caught:
+        load_rewards([RewardSection.model_validate({"function": function, **section})])
+    assert text in str(caught.value)
 
 
 def test_missing_columns_and_environments_are_known_before_the_run() -> None:
@@ -209,39 +163,16 @@ def test_missing_columns_and_environments_are_known_before_the_run() -> None:
     assert reward.missing_inputs(["ground_truth"]) is None
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "text"),
-    [
-        ("text:regex_match", {"pattern": "(a"}, "rewards.0.arguments.pattern: '(a' is not a regular expression"),
-        ("length:soft_overlong", {"max_completion_tokens": "8"}, "max_completion_tokens: '8': Input should be"),
-        (
-            "text:number_match",
-            {"relative_tolerance": "x"},
-            "rewards.0.arguments.relative_tolerance: 'x': Input should be",
-        ),
-        ("code:code_tests", {"wall_s": -1}, "rewards.0.arguments.wall_s: -1: Input should be greater than 0"),
-    ],
-)
-def test_arguments_that_would_fail_every_group_are_refused_at_the_start(
-    function: str, arguments: dict[str, object], text: str
-) -> None:
-    assert text in _message(f"grpo_async.rewards.{function}", arguments=arguments)
-
-
 # -- Functions written for TRL run unchanged.
 
 
 @pytest.mark.parametrize(
     ("function", "completions", "columns", "values"),
     [
-        ("length_in_tokens", ["a", "b"], {}, [1.0, 2.0]),
         ("documented_spelling", ["a", "b"], {}, [1.0, 2.0]),
         ("all_three", ["ab", ""], {}, [14.0, 13.0]),  # "What is it?" has 11 characters: 11 + 2 + 1 and 11 + 0 + 2
-        ("format_reward", [[{"role": "assistant", "content": "<think>so</think><answer>12</answer>"}],
-                           [{"role": "assistant", "content": "12"}]], {}, [1.0, 0.0]),
         ("boxed_reward", [r"It is \boxed{2}.", r"It is \boxed{6}."], {"ground_truth": ["2", "5"], "unrelated": [0, 0]},
          [1.0, 0.0]),
-        ("math_reward_func", ["it is 4", "def f(): pass", "it is 5"], {"task": ["math", "coding", "math"]}, [1.0, None, -1.0]),
         ("async_reward", ["is 4", "is 5"], {"ground_truth": ["4", "4"]}, [1.0, 0.0]),
         ("async_partial", ["4"], {"ground_truth": ["4"]}, [1.0]),
     ],
@@ -249,7 +180,7 @@ def test_arguments_that_would_fail_every_group_are_refused_at_the_start(
 def test_functions_of_the_documentation_get_what_they_ask_for(
     function: str, completions: list[Any], columns: dict[str, list[Any]], values: list[float | None]
 ) -> None:
-    """R1.11: sync or async, functions or partials, for plain text or messages; None where they do not apply."""
+    """R1.11: sync or async, functions or partials; those of trl.rewards are in test_trl."""
     with loaded(f"{TRL}:{function}") as reward:
         assert asyncio.run(score(reward, completions, columns=columns)).values == values
 
@@ -272,23 +203,14 @@ def test_environments_arrive_as_the_users_own_objects(function: str) -> None:
     assert _with_environments(function, [Counting(3), Counting(5)]) == [3.0, 5.0]
 
 
-def test_without_environments_the_keyword_is_absent() -> None:
+def test_without_environments_and_in_a_process_the_keyword_is_absent() -> None:
     assert _with_environments("counter_if_there_is_one", None) == [None, None]
-    with loaded(f"{TRL}:names_of_keywords") as reward:
-        alone = asyncio.run(score(reward, ["a"])).extra_columns["names"]
-        inside = asyncio.run(reward.score(["p"], ["a"], [[1]], {}, environments=[object()])).extra_columns["names"]
-    assert "environments" not in alone[0].split()
-    assert set(inside[0].split()) - set(alone[0].split()) == {"environments"}
-
-
-def test_a_function_in_a_process_gets_no_environments_but_the_rest() -> None:
     assert _with_environments("counter_if_there_is_one", [Counting(3), Counting(5)], run_in="process") == [None, None]
 
 
 def test_names_of_functions_partials_and_objects_and_an_async_call_is_awaited() -> None:
     """R1.11: names of functions, partials and callable objects; an async `__call__` is awaited. The section's name wins."""
     cases = {
-        "length_in_characters": ("length_in_characters", [3.0]),
         "scaled_by_ten": ("scaled", [30]),
         "length_target": ("LengthTarget", [-2.0]),
         "async_judge": ("AsyncJudge", [0.0]),

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from grpo_async.config.sections import RewardSection
-from grpo_async.errors import ConfigError
 from grpo_async.rewards import RewardError, RewardOutcome, load_rewards
 from tests.rewards.reward_server import RewardServer, reward_server
 
@@ -56,15 +55,6 @@ def test_scores_come_in_the_order_of_the_completions_with_the_words_of_the_judge
     )
 
 
-def test_conversations_are_shown_with_their_roles_and_calls(server: RewardServer) -> None:
-    server.otherwise = _says((1, 0.5))
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"}]
-    _judged(server, [messages], prompt=[{"role": "user", "content": "2 + 2 ="}])
-    request = server.bodies[0]["messages"][1]["content"]
-    assert all(part in request for part in ("[user] 2 + 2 =", '"add"', "[tool] 4"))
-
-
 @pytest.mark.parametrize(
     "scores", [[(1, 0.5)], [(1, 0.5), (1, 0.6)], [(1, 0.5), (2, 7.0)], [(1, 0.5), (2, 0.5), (3, 0.5)]]
 )
@@ -74,10 +64,3 @@ def test_a_judge_that_does_not_score_each_once_fails_the_call(
     server.otherwise = _says(*scores)
     with pytest.raises(RewardError, match=server.url):
         _judged(server, ["5", "4"])
-
-
-@pytest.mark.parametrize("wrong", [{"url": "judge:8000"}, {"token_env": "GRPO_ASYNC_TEST_NOT_SET"}])
-def test_wrong_arguments_are_found_before_the_run(wrong: dict[str, str]) -> None:
-    section = RewardSection(function=NAME, arguments={"url": "http://judge:8000", "model": "judge", **wrong})
-    with pytest.raises(ConfigError, match=next(iter(wrong.values()))):
-        load_rewards([section])

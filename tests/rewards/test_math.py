@@ -19,15 +19,10 @@ MATH = "grpo_async.rewards.math:math_answer"
     [
         (r"so \boxed{0.5}", r"$\frac{1}{2}$", 1.0),
         (r"\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
-        (r"\boxed{1,234}", "1234", 1.0),
-        (r"\boxed{\{1,2\}}", r"\{2,1\}", 1.0),
         (r"first \boxed{3}, then \boxed{4}", "3", 0.0),  # the last box counts
         (r"<think>\boxed{1}</think> \boxed{2}", "2", 1.0),
-        ("The final answer is $42$.", "42", 1.0),
         (r"\boxed{42}", "20 + 22 = <<20+22=42>>42 #### 42", 1.0),
-        (r"\boxed{\text{No}}", "Yes", 0.0),
         ("nothing", "3", 0.0),
-        ("", "3", 0.0),
         (r"\boxed{3}", "???", 0.0),  # no mathematics: compared as text
         (r"\boxed{???}", "???", 1.0),
         (r"\boxed{3}", "", None),

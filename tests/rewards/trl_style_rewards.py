@@ -9,10 +9,6 @@ def length_in_tokens(completion_ids, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 
 
-def length_in_characters(completions, **kwargs):
-    return [float(len(completion)) for completion in completions]
-
-
 def documented_spelling(completions_ids, **kwargs):
     return [float(len(ids)) for ids in completions_ids]
 
@@ -21,26 +17,10 @@ def all_three(prompts, completions, completion_ids, **kwargs):
     return [float(len(p) + len(c) + len(i)) for p, c, i in zip(prompts, completions, completion_ids, strict=True)]
 
 
-def format_reward(completions, **kwargs):
-    pattern = r"^<think>.*?</think><answer>.*?</answer>$"
-    contents = [completion[0]["content"] for completion in completions]
-    return [1.0 if re.match(pattern, content) else 0.0 for content in contents]
-
-
 def boxed_reward(completions, ground_truth, **kwargs):
     matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
     contents = [match.group(1) if match else "" for match in matches]
     return [1.0 if content == truth else 0.0 for content, truth in zip(contents, ground_truth, strict=True)]
-
-
-def math_reward_func(prompts, completions, task, **kwargs):
-    rewards = []
-    for prompt, completion, t in zip(prompts, completions, task, strict=True):
-        if t == "math":
-            rewards.append(1.0 if completion.endswith("4") and prompt else -1.0)
-        else:
-            rewards.append(None)
-    return rewards
 
 
 async def async_reward(prompts, completions, ground_truth, **kwargs):
@@ -65,11 +45,6 @@ def counter_if_there_is_one(completions, environments=None, **kwargs):
 async def async_counter_reward(prompts, completions, environments, **kwargs):
     await asyncio.sleep(0)
     return [float(env.counter) for env in environments]
-
-
-def names_of_keywords(completions, **kwargs):
-    kwargs["log_extra"]("names", [" ".join(sorted(kwargs))] * len(completions))
-    return [0.0] * len(completions)
 
 
 class LengthTarget:

@@ -131,15 +131,13 @@ class FakeTools:
 
     schemas: Sequence[Mapping[str, Any]] = ()
 
-    def __init__(self, result: str = "9", *, failed: bool = False, on_call: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, result: str = "9", *, failed: bool = False) -> None:
         self._result = result
         self._failed = failed
-        self._on_call = on_call
         self.executed: list[Sequence[ToolCall]] = []
 
     async def execute(self, calls: Sequence[ToolCall]) -> list[ToolCallRecord]:
         self.executed.append(calls)
-        self._on_call()
         return [
             ToolCallRecord(
                 tool_call_id=call.tool_call_id,
@@ -155,14 +153,11 @@ class FakeTools:
 
 @dataclass
 class FakeEnvironment:
-    """`is_done` gives the answers in turn; the last one forever. An exception is raised."""
+    """`is_done` gives the answers in turn."""
 
-    answers: list[bool | Exception]
+    answers: list[bool]
     asked: int = 0
 
     async def is_done(self) -> bool:
-        answer = self.answers[min(self.asked, len(self.answers) - 1)]
         self.asked += 1
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return self.answers[self.asked - 1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 
 class Counter:
     """Counts what it is given; done at its goal."""
@@ -22,9 +20,6 @@ class Counter:
 
         Args:
             a: how much
-
-        Returns:
-            The sum.
         """
         self.total += a + 1
         return f"sum {self.total}"
@@ -37,11 +32,10 @@ class Counter:
 
 
 class Broken:
-    """Its reset fails for odd seeds; otherwise `is_done` does."""
+    """Its reset fails."""
 
-    def reset(self, seed: int = 0, **row: object) -> None:
-        if seed % 2:
-            raise ValueError("odd seed")
+    def reset(self, **row: object) -> None:
+        raise ValueError("no board")
 
     def add(self, a: int) -> str:
         """
@@ -51,25 +45,3 @@ class Broken:
             a: how much
         """
         return "added"
-
-    def is_done(self) -> bool:
-        raise RuntimeError("nobody knows")
-
-
-class Waiting:
-    """Its tool waits until the test lets it go."""
-
-    go_on = threading.Event()
-
-    def reset(self, **row: object) -> None:
-        return None
-
-    def add(self, a: int) -> str:
-        """
-        Wait.
-
-        Args:
-            a: for what
-        """
-        Waiting.go_on.wait(30.0)
-        return "done"

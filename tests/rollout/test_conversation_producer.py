@@ -7,21 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from grpo_async.buffer.group import OpenGroup
 from grpo_async.config.sections import EnvironmentSection
 from grpo_async.envs import Environments, load_environments
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, Prompt, RolloutStatus, TaggedMessage
-from grpo_async.rollout.conversation import ConversationProducer, with_environment_text
+from grpo_async.rollout.conversation import ConversationProducer
 from grpo_async.rollout.group import ErrorLog
 from grpo_async.tools import Tool
 from tests.chat.helpers import renderer_of, tokens, user
 from tests.envs.helpers import taken_and_free
-from tests.rollout import some_environments
 from tests.rollout.fakes import CALL, EOS, Answer, FakeRenderer, ScriptedClient, open_group, stop
-from tests.support.records import make_prompt
+from tests.support.records import make_completion, make_prompt
 
 HERE = "tests.rollout.some_environments"
 
@@ -144,52 +141,33 @@ def test_the_text_of_reset_reaches_the_prompt_and_the_reward_the_record() -> Non
 def test_a_column_chooses_the_environment_and_one_that_fails_fails_its_rollouts_only() -> None:
     """R1.2, R3.5"""
     setup = _Setup(stop(6, EOS), counter="Counter", broken="Broken")
-    first, second = setup.make(make_prompt(0, environment="counter"), make_prompt(1, environment="broken", seed=1))
+    first, second = setup.make(make_prompt(0, environment="counter"), make_prompt(1, environment="broken"))
     assert first.environments is not None
     assert [type(instance).__name__ for instance in first.environments] == ["Counter", "Counter"]
     assert first.completions[0].environment_rewards == {"Counter": 0.0}
     assert [completion.status for completion in second.completions] == [RolloutStatus.FAILED] * 2
     assert second.completions[0].error is not None
-    assert "odd seed" in second.completions[0].error
+    assert "no board" in second.completions[0].error
     assert setup.errors.counts == {"rollout: EnvironmentCallError": 2}
 
 
 def test_a_rollout_that_takes_too_long_fails_with_the_setting() -> None:
-    some_environments.Waiting.go_on.clear()
-    setup = _Setup(stop(CALL, EOS), timeout_s=0.2, waiting="Waiting")
+    setup = _Setup(stop(6, EOS), timeout_s=0.2)
+    setup.client.gate = asyncio.Event()
+    (produced,) = setup.make(make_prompt())
+    assert {each.error for each in produced.completions} == {"no answer within rollout.rollout_timeout_s = 0.2 s"}
+
+
+def test_a_rollout_that_was_over_is_not_generated_again_after_a_resume() -> None:
+    setup, group, over = _Setup(stop(6, EOS)), open_group(make_prompt()), make_completion("g0-r1")
+    group.restore({1: over}, keeps_open_turns=True)
 
     async def main() -> None:
-        produced = open_group(make_prompt())
-        async with setup.producer.produce(produced):
-            errors = {completion.error for completion in produced.completions}
-            assert errors == {"no answer within rollout.rollout_timeout_s = 0.2 s"}
-        some_environments.Waiting.go_on.set()
-        assert setup.environments is not None
-        await setup.environments.aclose()
+        async with setup.producer.produce(group):
+            assert group.completions[1] is over
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    ("roles", "expected"),
-    [
-        (["system", "user"], ["a", "b!"]),
-        (["user", "assistant"], ["a!", "b"]),
-        (["system"], ["a", "!"]),
-    ],
-)
-def test_the_text_of_an_environment_is_appended_to_the_last_user_message_or_becomes_one(
-    roles: list[str], expected: list[str]
-) -> None:
-    messages = [
-        TaggedMessage(role=role, content=content, origin=Origin.PROMPT)
-        for role, content in zip(roles, "ab", strict=False)
-    ]
-    changed = with_environment_text(messages, "!")
-    assert [message.content for message in changed] == expected
-    assert [message.content for message in messages] == ["a", "b"][: len(roles)]
-    if len(changed) > len(messages):
-        assert (changed[-1].role, changed[-1].origin) == ("user", Origin.ENVIRONMENT)
+    assert [request.request_id for request in setup.client.requests] == ["g0-r0-t0"]
 
 
 def test_a_rollout_that_fails_in_its_second_turn_keeps_the_first() -> None:

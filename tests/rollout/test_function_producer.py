@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from grpo_async.config.sections import RolloutFunctionSection
-from grpo_async.errors import ConfigError, DeadlineError, FatalRolloutError, RequestRejectedError, RunError
+from grpo_async.errors import DeadlineError, FatalRolloutError, RequestRejectedError, RunError
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Prompt, RolloutCompletion
-from grpo_async.rollout.components import load_components
 from grpo_async.rollout.function_producer import FunctionProducer, read_output, turn_boundaries
-from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
-from tests.launch.support import make_config
+from grpo_async.rollout.function_trainer import FunctionSetup
 from tests.rollout import trl_style_rollout_function as trl_style
 from tests.rollout.fakes import EOS, FakeClient, FakeRenderer, ScriptedClient, open_group, stop
 from tests.support.records import make_prompt
@@ -39,20 +36,6 @@ class _Renderer(FakeRenderer):
 class _Client(ScriptedClient):
     async def generate(self, request: Any, **_: Any) -> Any:
         return await super().generate(request.model_copy(update={"request_id": "f-t0"}))
-
-
-class _SilentClient:
-    """Answers nothing."""
-
-    def __init__(self) -> None:
-        self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
-
-    async def generate(self, request: Any, **_: Any) -> Any:
-        self.asked.set()
-        try:
-            await asyncio.sleep(30.0)
-        finally:
-            self.cancelled.set()
 
 
 SETTINGS = SamplingSettings(
@@ -147,18 +130,6 @@ def test_a_function_may_generate_with_the_served_policy() -> None:
     assert len({request.seed for request in client.requests}) == 2
 
 
-def test_prompts_may_be_token_ids_of_numpy_and_stop_a_text() -> None:
-    async def main() -> list[Any]:
-        client: Any = _Client(stop(5, EOS))
-        trainer = FunctionTrainer(_setup(client), seed=0, served_version=lambda: 7)
-        prompts = [np.array([1, 2]), [np.int64(3)]]
-        outputs = await asyncio.to_thread(trainer.generate, prompts, generation_overrides={"stop": " 2"})
-        assert [(request.token_ids, request.stop) for request in client.requests] == [([1, 2], [" 2"]), ([3], [" 2"])]
-        return outputs
-
-    assert [(output["prompt_ids"], output["text"]) for output in asyncio.run(main())] == [([1, 2], "5"), ([3], "5")]
-
-
 def test_a_stop_string_ends_the_text_of_the_last_sampled_turn_only() -> None:
     """`9 9` is a stop string: it ends each turn of a function that samples several."""
 
@@ -189,14 +160,9 @@ def _read(output: Any, count: int) -> list[RolloutCompletion]:
             {"logprobs": None, "prompt_ids": None},
             r"rollout_func must return keys \['logprobs', 'prompt_ids'\] in its output dict\.",
         ),
-        ({"completion_ids": [[5]]}, "completion_ids must be a list with one entry for each of 2 rollouts; it is 1 entries"),
         ({"logprobs": [[-0.1, None], [-0.1, -0.2]]}, r"rollout 0 of 2: logprobs\[1\] is None"),
-        ({"logprobs": [[-0.1, 0.7], [-0.1, -0.2]]}, r"logprobs\[1\] is 0\.7"),
-        ({"logprob_token_ids": [[[5]], [[6], [2]]]}, "logprob_token_ids must be .* 2 completion_ids; it is 1 entries"),
         ({"env_mask": [[1], [1, 1]]}, "env_mask must be .* 2 completion_ids; it is 1 entries"),
-        ({"prompt_ids": ["ab", [1]]}, "prompt_ids must be a list of token ids"),
         ({"prompt_ids": [[1], [100]]}, "rollout 1 of 2: prompt_ids has ids from 100 to 100"),
-        ({"prompt_ids": [[1], []]}, "prompt_ids is empty"),
         ({"prompt_ids": [[1] * 49, [1]]}, r"have 49 \+ 2 tokens, inference.max_model_len is 50"),
     ],
 )  # fmt: skip
@@ -225,16 +191,6 @@ def test_optional_lists_may_be_none_numbers_numpys_and_logprobs_those_of_the_mos
 # ---- calls that fail, hang, or go on after their end ----
 
 
-def one_argument(prompts: list[Any]) -> dict[str, Any]:
-    return {}
-
-
-def test_a_function_that_cannot_be_called_is_named_before_anything_starts(tmp_path: Path) -> None:
-    config = make_config(tmp_path, rollout_function={"function": f"{__name__}:one_argument"})
-    with pytest.raises(ConfigError, match=r"one_argument: does not take \(prompts, trainer\): too many positional"):
-        load_components(config)
-
-
 def _returns_a_list(prompts: list[Any], trainer: Any) -> Any:
     return []
 
@@ -258,25 +214,13 @@ def test_a_failure_reaches_whoever_waits_for_the_group_as_itself(
         _make(_producer(function, FakeClient(lambda request: RequestRejectedError(400, "too long"))), make_prompt())
 
 
-@pytest.fixture
-def release() -> Iterator[threading.Event]:
-    """Set at the end of the test."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-def test_a_call_that_is_over_sends_nothing_more() -> None:
-    """R6.3: after its time limit a function may go on, but its trainer answers no more, and what it was asked for is cancelled."""
+def test_a_call_past_its_time_limit_fails_and_sends_nothing_more() -> None:
     given_up, finished = threading.Event(), threading.Event()
-    told: list[str] = []
 
     def goes_on(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         given_up.wait(10.0)
-        try:
+        with pytest.raises(RunError, match="this call of the rollout function is over"):
             trainer.generate(prompts)
-        except RunError as error:
-            told.append(str(error))
         finished.set()
         return {}
 
@@ -285,18 +229,4 @@ def test_a_call_that_is_over_sends_nothing_more() -> None:
         _make(_producer(goes_on, client, timeout_s=0.1), make_prompt())
     given_up.set()
     assert finished.wait(10.0)
-    assert "this call of the rollout function is over" in told.pop()
     assert client.requests == []
-
-
-def test_a_call_whose_groups_are_all_cancelled_is_given_up_with_what_it_asked_for() -> None:
-    async def main() -> None:
-        client = _SilentClient()
-        producer = _producer(trl_style.generating_rollout_func, client)
-        task = asyncio.create_task(_produce(producer, make_prompt()))
-        await asyncio.wait_for(client.asked.wait(), 10.0)
-        task.cancel()
-        await asyncio.wait([task])
-        await asyncio.wait_for(client.cancelled.wait(), 3.0)  # before the 5 s of `generate` itself
-
-    asyncio.run(main())

@@ -103,23 +103,6 @@ def test_durations_and_failures_of_tools_over_all_and_by_name() -> None:
     )
 
 
-def test_names_that_the_policy_makes_up_share_one_metric() -> None:
-    """R6.8: a policy can make up as many names as it likes; a tracker cannot hold as many metrics."""
-    rollout = _rollout([_turn(1, 1.0, *(_call(f"made_up_{n}", 0.5, failed=True) for n in range(50)))], total_s=1.0)
-    names = {name for name in _metrics(rollout) if name.count("/") == 2 and not name.startswith("tools/duration")}
-    assert names >= {"tools/unknown/call_frequency", "tools/unknown/failure_frequency", "tools/unknown/duration_s"}
-    assert not [name for name in names if "made_up" in name]
-
-
-def test_the_spread_of_rewards_and_lengths_of_a_step() -> None:
-    """Rewards 0, 1, 2, 3 (one for each rollout): p10 at place 0.1 x 3, p50 at 1.5, p90 at 2.7. Lengths, in order, 1, 2, 4, 9."""
-    metrics = _metrics(*(_rollout([_turn(length, 1.0)], total_s=1.0) for length in (4, 1, 2, 9)))
-    assert (metrics["reward_min"], metrics["reward_max"]) == (0.0, 3.0)
-    assert [metrics[f"reward_p{percent}"] for percent in (10, 50, 90)] == pytest.approx([0.3, 1.5, 2.7])
-    assert [metrics[f"completions/p{percent}_length"] for percent in (10, 50, 90)] == pytest.approx([1.3, 3.0, 7.5])
-    assert [_metrics(SILENT)[f"completions/p{percent}_length"] for percent in (10, 50, 90)] == [6.0] * 3
-
-
 def _scored(rewards: list[float | None], lengths: list[int], **logged: float) -> ScoredGroup:
     completions = [make_completion(f"r{i}", ids=[5] * length) for i, length in enumerate(lengths)]
     return ScoredGroup(

@@ -10,12 +10,9 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-import uvloop
 
-from grpo_async.errors import DeadlineError
 from grpo_async.records import GroupStatus
 from grpo_async.rollout.source import RolloutSource
-from grpo_async.utils.loop_thread import LoopThread, result_within
 from tests.support.records import make_scored
 
 
@@ -39,23 +36,6 @@ def test_groups_that_are_queued_at_the_end_are_closed_unless_the_start_failed() 
         assert [call.args for call in source._worker.close_group.call_args_list] == (
             [(group.group, GroupStatus.FILTERED)] if starts else []
         )
-
-
-def test_what_cannot_be_closed_or_hangs_keeps_no_other_part_from_being_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.rollout.source._SHUTDOWN_TIMEOUT_S", 0.05)
-
-    async def fails() -> None:
-        raise KeyError("a connection")
-
-    async def hangs() -> None:
-        await asyncio.Event().wait()
-
-    closed: list[str] = []
-    source = _source(closing_on_loop=[fails, hangs], closing=[lambda: closed.append("workers")])
-    source.close()
-    source._closing_on_loop[-1].assert_awaited_once()  # type: ignore[attr-defined]
-    assert closed == ["workers"]
-    assert not source._thread.thread.is_alive()
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -97,16 +77,3 @@ def test_an_error_of_the_worker_reaches_the_buffer() -> None:
     (error,) = source._buffer.fail.call_args.args  # type: ignore[attr-defined]
     assert isinstance(error, KeyError)
     source.close()
-
-
-def test_a_result_comes_within_its_time_limit_or_not_at_all() -> None:
-    async def give(value: int) -> int:
-        return value
-
-    thread = LoopThread("rollout", uvloop.new_event_loop())
-    assert result_within(thread.submit(give(3)), timeout_s=5.0, what="x", setting="y") == 3
-    with pytest.raises(DeadlineError, match=r"waited 0 s for a nap; raise `a\.b`"):
-        result_within(thread.submit(asyncio.sleep(60)), timeout_s=0.05, what="a nap", setting="a.b")
-    thread.stop()
-    thread.thread.join(5.0)
-    assert thread.loop.is_closed()

@@ -32,15 +32,3 @@ def run(
 def descendants(before: Collection[psutil.Process] = ()) -> list[psutil.Process]:
     """All processes below this one that were not there `before`: other tests keep servers here."""
     return [process for process in psutil.Process().children(recursive=True) if process not in before]
-
-
-def marked(mark: str) -> list[psutil.Process]:
-    """Processes of the whole machine with `mark` on their command line."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if any(mark in word for word in process.cmdline()):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-    return found

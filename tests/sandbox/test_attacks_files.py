@@ -48,31 +48,6 @@ trial(lambda: os.setxattr(kept, "user.a", b"1"))
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
-def test_calls_that_no_list_knows_write_nothing_outside(tmp_path: Path) -> None:
-    """setxattrat and file_setattr are newer than the lists of what is denied were; the next one will be newer than this test."""
-    tmp_path.chmod(0o777)
-    kept = tmp_path / "kept"
-    kept.touch()
-    kept.chmod(0o666)
-    code = f"""
-import ctypes, struct
-libc = ctypes.CDLL(None, use_errno=True)
-def call(number, *arguments):
-    print(number, libc.syscall(ctypes.c_long(number), *arguments), ctypes.get_errno() in (1, 38))
-path = {str(kept)!r}.encode()
-value = ctypes.create_string_buffer(b"written")
-arguments = struct.pack("QII", ctypes.addressof(value), 7, 0)
-call(463, -100, path, 0, b"user.a", arguments, len(arguments))
-call(469, -100, path, struct.pack("QIIIIQ", 0, 0, 0, 0, 0, 0), 32, 0)
-for number in (425, 428, 442, 457, 466, 470, 600, 1 << 20, 0x40000000 + 188):
-    call(number, 0, 0, 0, 0, 0, 0)
-"""
-    lines = run(code).stdout.splitlines()
-    assert len(lines) == 11
-    assert all(line.endswith(" -1 True") for line in lines), lines
-    assert os.listxattr(kept) == []
-
-
 def test_the_interpreter_and_the_system_are_not_changed() -> None:
     code = f"""{TRIAL}
 import os, sys
@@ -84,23 +59,6 @@ for path in (os.__file__, sys.executable, "/usr/bin/env"):
 trial(lambda: open(os.path.dirname(os.__file__) + "/made.py", "x"))
 trial(lambda: open("/usr/made", "x"))
 trial(lambda: open("/made", "x"))
-"""
-    assert "went through" not in run(code).stdout
-
-
-def test_links_lead_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("secret", encoding="utf-8")
-    tmp_path.chmod(0o755)
-    code = f"""{TRIAL}
-import os
-secret = {str(tmp_path / "secret")!r}
-os.symlink(secret, "soft")
-os.symlink("/", "root")
-os.symlink("../" * 20 + secret, "up")
-for path in ("soft", "root" + secret, "up", "../" * 20 + secret):
-    trial(lambda: open(path).read())
-trial(lambda: os.link(secret, "hard"))
-trial(lambda: os.chroot("."))
 """
     assert "went through" not in run(code).stdout
 
@@ -134,7 +92,7 @@ except OSError:
     pass
 os.mkfifo("fifo")
 deep = os.getcwd()
-for _ in range(1100):  # deeper than the longest path and than a recursion goes
+for _ in range(3000):  # deeper than the longest path, and than `rm -rf` goes in time
     os.mkdir("deep")
     os.chdir("deep")
 print("left")

@@ -10,18 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from grpo_async.config.sections import AdvantageSection
 from grpo_async.errors import RunError
 from grpo_async.records import RolloutGroup, ScoredGroup
 from grpo_async.rewards import RewardFunction
-from grpo_async.scoring.advantages import (
-    group_advantages,
-    has_zero_variance,
-    maxrl_advantages,
-    whitened_advantages,
-)
+from grpo_async.scoring.advantages import group_advantages, has_zero_variance, maxrl_advantages, whitened_advantages
 from grpo_async.scoring.scorer import Scorer
 from tests.support.records import make_completion, make_prompt
 
@@ -118,9 +112,6 @@ def test_batch_divides_by_the_std_of_all_rewards_of_the_step_those_that_are_not_
     assert step.final()[1] == []  # no signal of its own
 
 
-TWO = {"a": [1.0, 0.0, 1.0, 0.0], "b": [10.0, 10.0, 30.0, 30.0]}
-
-
 def test_normalize_each_has_a_signal_where_the_sum_has_none_and_none_where_weights_are_zero() -> None:
     crossed = {"a": [1.0, 0.0, 0.5], "b": [0.0, 1.0, 0.5]}
     step = _Step([crossed], {"a": 2.0, "b": 1.0}, {"rewards": "normalize_each"})
@@ -128,18 +119,3 @@ def test_normalize_each_has_a_signal_where_the_sum_has_none_and_none_where_weigh
     assert _Step([crossed], {"a": 1.0, "b": 1.0}, {}).final() == [[]]  # 1, 1, 1
     constant = {"a": [1.0, 1.0], "b": [0.0, 1.0]}
     assert _Step([constant], {"a": 1.0, "b": 0.0}, {"rewards": "normalize_each"}).final() == [[]]
-
-
-def test_advantages_of_a_step_may_be_taken_again() -> None:
-    step = _Step([TWO, {"a": [0.0, 1.0], "b": [3.0, 1.0]}], {"a": 1.0, "b": 0.5}, {"rewards": "normalize_each"})
-    once = step.scorer.advantages.over_step(step.scored)
-    again = step.scorer.advantages.over_step(once)
-    assert [[s.advantage for s in group.samples] for group in again] == [
-        [s.advantage for s in group.samples] for group in once
-    ]
-
-
-@pytest.mark.parametrize("kind", ["batch", "none", "rloo"])
-def test_normalize_each_goes_with_group_only(kind: Any) -> None:
-    with pytest.raises(ValidationError, match="set type: group"):
-        AdvantageSection(type=kind, rewards="normalize_each")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_async.config.sections import AdvantageSection, RewardSection
-from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.errors import GrpoAsyncError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation
 from grpo_async.records import FinishReason, RolloutGroup, ScoredGroup
@@ -103,26 +103,3 @@ def test_a_reward_that_names_the_policy_may_ask_it_whatever_its_columns_are() ->
     assert _score(RewardFunction(mine), client).rewards == [2.0, 3.0]
     assert [request.max_tokens for request in client.requests] == [5, 5]
     assert _score(RewardFunction(with_column), client, policy="7").rewards == [7.0, 7.0]
-
-
-def test_a_chat_that_leaves_no_room_for_an_answer_says_what_to_raise() -> None:
-    with pytest.raises(GrpoAsyncError, match=r"inference\.max_model_len: 100"):
-        _score(_judge(), _Client(""), max_model_len=100)
-
-
-def test_only_a_run_has_the_policy() -> None:
-    async def mine(completions: list[Any], policy: Callable[..., Any]) -> list[float]:
-        raise AssertionError("called without a policy")
-
-    reward = RewardFunction(mine)
-    assert reward.missing_inputs([]) is None  # at the start
-    with pytest.raises(GrpoAsyncError, match="only in a run"):
-        asyncio.run(reward.score(["a"], ["b"], [[1]], {}))
-    with pytest.raises(GrpoAsyncError, match="only in a run"):
-        asyncio.run(_judge().score(["a"], ["b"], [[1]], {}))
-    with pytest.raises(ConfigError, match="run_in: process"):
-        load_rewards([RewardSection(function="tests.scoring.test_served_policy:asks", run_in="process")])
-
-
-async def asks(completions: list[Any], policy: Callable[..., Any]) -> list[float]:
-    return [0.0 for _ in completions]

@@ -11,16 +11,12 @@ import pytest
 from grpo_async.batching.pack import split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.config.sections import AdvantageSection, DistillationSection
-from grpo_async.data.look import look_at_rows
-from grpo_async.data.rows import Rows
-from grpo_async.errors import ConfigError, Problems
 from grpo_async.records import Prompt, RolloutGroup, ScoredGroup
 from grpo_async.rewards import RewardFunction
 from grpo_async.rewards.served_model import ServedModelError
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.scoring.teachers import Teachers
-from tests.rewards.reward_server import HANG, RewardServer, reward_server
-from tests.support.configs import small_config
+from tests.rewards.reward_server import RewardServer, reward_server
 from tests.support.records import make_completion, make_prompt
 
 HINTED = {"policy": {"prompt_column": "hint"}}
@@ -88,24 +84,6 @@ def test_what_a_served_teacher_cannot_say_fails_the_group_with_its_address(serve
         server.otherwise = lambda body, answer=answer: answer
         with pytest.raises(ServedModelError, match=server.url):
             _score({"teachers": {"served": {"url": server.url}}})
-    server.otherwise = lambda body: HANG
-    with pytest.raises(ServedModelError, match=server.url):
-        _score({"teachers": {"served": {"url": server.url, "timeout_s": 0.2}}})
-    with pytest.raises(ConfigError, match="GRPO_ASYNC_TEST_NOT_SET"):
-        _score({"teachers": {"served": {"url": server.url, "token_env": "GRPO_ASYNC_TEST_NOT_SET"}}})
-
-
-def test_a_row_without_a_teacher_or_its_prompt_is_named_before_the_run() -> None:
-    for distillation, row in (
-        ({"teachers": HINTED}, {"prompt": "a", "hint": ""}),
-        ({"teachers": HINTED, "teacher_column": "who"}, {"prompt": "a", "hint": "b", "who": "nobody"}),
-    ):
-        good = {"prompt": "a", "hint": "b", "who": "policy"}
-        problems = Problems()
-        rows = Rows([good, row], locations=["f:1", "f:2"])
-        look_at_rows("data.train", rows, small_config(distillation=distillation), problems)
-        assert len(problems) == 1
-        assert problems[0].startswith("f:2")
 
 
 def test_tokens_keep_their_teachers_on_the_way_to_a_rank() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import signal
-import time
-from typing import TYPE_CHECKING, Any, Literal
+import os
+from typing import TYPE_CHECKING, Literal
 
 from tests.envs import trl_style_environment
 
@@ -43,14 +42,6 @@ class Greeter:
         """
         return f"{self.word} {name}"
 
-    def shout(self, name: str) -> str:
-        """Greets loudly.
-
-        Args:
-            name: Whom.
-        """
-        return f"{self.word} {name}".upper()
-
 
 class AsyncGreeter:
     async def __call__(self, name: str) -> str:
@@ -63,73 +54,17 @@ class AsyncGreeter:
 
 
 greeter = Greeter("Hello")
-shout = greeter.shout
 async_greeter = AsyncGreeter()
-number = 3
 
 
 def undocumented(a: int) -> int:
     return a
 
 
-def half_documented(a: int, b, c: str) -> int:  # type: ignore[no-untyped-def]
-    """Documents one of three.
+def process_of(number: int) -> list[int]:
+    """Where it runs.
 
     Args:
-        a: This one.
+        number: 0 raises.
     """
-    return a
-
-
-def by_position(a: int, /) -> int:
-    """Takes it by position.
-
-    Args:
-        a: This one.
-    """
-    return a
-
-
-def takes_anything(*args: int, **kwargs: int) -> int:
-    """Takes anything."""
-    return 0
-
-
-def unresolvable(a: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F821
-    """Takes a type that is not there.
-
-    Args:
-        a: This one.
-    """
-    return 0
-
-
-def _other_multiply() -> Any:
-    def multiply(a: int) -> int:
-        """Multiplies by one.
-
-        Args:
-            a: The integer.
-        """
-        return a
-
-    return multiply
-
-
-other_multiply = _other_multiply()
-
-
-def alarmed(number: int) -> list[int]:
-    """Doubles, within a time limit of its own, which needs the main thread.
-
-    Args:
-        number: What to double; 0 raises, a negative number hangs.
-    """
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.alarm(5)
-    try:
-        if number < 0:
-            time.sleep(60)
-        return [2 * number * number // number]
-    finally:
-        signal.alarm(0)
+    return [os.getpid() * number // number]

@@ -75,7 +75,6 @@ def test_a_tool_runs_in_another_thread_and_an_async_one_always_on_the_same_loop(
     ("error", "told"),
     [
         (ValueError("no\n such thing"), "ValueError: no such thing"),
-        (SystemExit("enough"), "SystemExit: enough"),
         (asyncio.CancelledError("mine"), "CancelledError: mine"),
         (ToolError("use the other one"), "use the other one"),
     ],
