@@ -80,6 +80,7 @@ def test_an_export_has_every_row_and_column_in_the_order_of_writing(
     assert last["completion_text"] == 'say "hi"\n\x1b[2J漢'
     assert last["logprobs"] == pytest.approx([-0.1, -1e-8, -2.5])
     assert last["weights"] == [1.0, 2.0, 3.0]
+    assert (last["trainer_logprobs"], last["proximal_logprobs"]) == ([-1.0, -1.5, -2.0], [-1.25, -1.75, -2.25])
     assert last["token_flags"] == [0, 1, 2]
     assert last["rewards"] == {"exact": 0.5, "format": None}
     assert (last["step"], last["superseded"], last["truncated"]) == (9, False, False)

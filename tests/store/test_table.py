@@ -190,6 +190,14 @@ def test_a_damaged_parquet_file_costs_its_groups_and_is_named(tmp_path: Path) ->
         assert (table.damage, table.count().groups) == ([], 3)
 
 
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    """Taken for a pattern it would be read from `it's a1`, which holds something else."""
+    write_groups(tmp_path / "it's a1", 7, seal=True)
+    write_groups(tmp_path / "it's a[1]", 0, seal=True)
+    with RolloutTable(tmp_path / "it's a[1]") as table:
+        assert (table.damage, [each["group_id"] for each in table.group_page()]) == ([], [0])
+
+
 def test_damaged_metadata_and_a_store_of_another_version_are_refused(tmp_path: Path) -> None:
     write_groups(tmp_path, 0)
     path = tmp_path / "store.json"
