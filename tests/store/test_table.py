@@ -57,17 +57,6 @@ def test_a_page_is_a_window_of_the_sorted_rollouts(tmp_path: Path) -> None:
                 table.group_page(sort=sort)
 
 
-def test_a_step_counts_from_when_it_is_done(tmp_path: Path) -> None:
-    """Of step 3 one group is filtered already; its mean alone would look like a collapse."""
-    with LineStore(tmp_path) as store:
-        append_simple(store, 0, step=2, rewards=(0.0, 1.0))
-        append_simple(store, 1, step=2, rewards=(1.0, 1.0), status=GroupStatus.FILTERED)
-        append_simple(store, 2, step=3, rewards=(0.0, 0.0), status=GroupStatus.FILTERED)
-    with RolloutTable(tmp_path) as table:
-        assert table.count(parse_query("step=last and (filtered or stale)")).groups == 1
-        assert table.count(parse_query("step=3")).groups == 1, "it can be looked at"
-
-
 def test_superseded_rows_are_left_out_unless_asked_for(tmp_path: Path) -> None:
     """Groups 1 and 2 were written after the checkpoint; a resume makes 1 anew."""
     with LineStore(tmp_path) as store:
