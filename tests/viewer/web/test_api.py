@@ -87,18 +87,6 @@ def test_static_files_are_those_of_one_folder(inspector: Inspector, path: str) -
 # -- what is answered
 
 
-def test_pages_follow_each_other_without_gap_and_groups_are_ordered(inspector: Inspector) -> None:
-    first = inspector.json("api/rollouts", run="one", limit=30, sort="seq,index", count=1)
-    second = inspector.json("api/rollouts", run="one", limit=30, offset=30, sort="seq,index")
-    assert first["counts"] == {"rollouts": 48, "groups": 12}
-    ids = [row["rollout_id"] for row in first["rows"] + second["rows"]]
-    assert ids == [f"g{group}-r{index}" for group in range(12) for index in range(4)]
-    rows = inspector.json("api/groups", run="one", q="reward=0 and step<=2", sort="-id")["rows"]
-    assert [(row["group_id"], row["num_matching"], row["reward_mean"]) for row in rows] == [
-        (5, 2, 0.5), (4, 2, 0.5), (3, 2, 0.5), (2, 3, 0.25), (1, 3, 0.25), (0, 3, 0.25),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("view", "parameters", "status", "message"),
     [

@@ -92,21 +92,6 @@ def test_a_long_table_is_fetched_by_pages_in_its_order(browser: Browser, inspect
         assert rows(page) == [f"g{group}-r{index}" for group in range(150) for index in range(4)]
 
 
-def test_keys_move_open_and_go_back(browser: Browser, inspector: Inspector) -> None:
-    with opened(browser, inspector, "#/groups?run=one&q=step%3D2") as watched:
-        page = watched.page
-        for key, heading in (("jjk", "Group 5"), ("jj", "g5-r1")):
-            for each in key:
-                page.keyboard.press(each)
-            page.keyboard.press("Enter")
-            page.wait_for_selector(f"h1:has-text('{heading}')")
-        for key, heading in (("]", "g5-r2"), ("Escape", "Group 5")):
-            page.keyboard.press(key)
-            page.wait_for_selector(f"h1:has-text('{heading}')")
-        page.keyboard.press("Escape")
-        page.wait_for_selector("text=12 rollouts in 3 groups")
-
-
 # -- one rollout
 
 
