@@ -142,15 +142,3 @@ def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None
     assert re.search(r"ended \d+ s ago", text)
     run_dir.summary.write_text(json.dumps({"wall_s": 75}))
     assert "1:15" in _table(run_dir)
-
-
-@pytest.mark.parametrize("state", ["failed", "running"])
-def test_the_summary_of_an_earlier_attempt_is_not_taken_for_this_one(run_dir: RunDir, state: str) -> None:
-    with _Run(run_dir) as status:
-        _fill(status)
-    run_dir.status.write_text(json.dumps({**_content(run_dir), "state": state, "pid": 2**22 + 1}))  # no such process
-    run_dir.summary.write_text(json.dumps({"wall_s": 75}))
-    text = _table(run_dir)
-    assert "servers idle 2%" in text
-    assert "1:15" not in text
-    assert "serving" not in text
