@@ -48,18 +48,11 @@ def test_plain_text_is_not_templated_and_gets_the_tokenizers_own_bos() -> None:
     renderer = ChatRenderer(tokenizer)
     assert renderer.prompt_ids([user("hello")], is_conversational=False) == [bos, *tokens("llama3", "hello")]
     assert renderer.prompt_ids([user("hello")]).count(bos) == 1  # the template writes it, the tokenizer not once more
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"no chat template.*model\.chat_template"):
+        ChatRenderer(tokenizer).prompt_ids([user("hello")])
     rendered = "<|begin_of_text|>hello"  # by whoever made the data
     assert renderer.prompt_ids([user(rendered)], is_conversational=False) == [bos, *tokens("llama3", "hello")]
-
-
-def test_plain_maths_needs_neither_template_nor_parser() -> None:
-    tokenizer = copy.deepcopy(family("chatml"))
-    tokenizer.chat_template = None
-    renderer = ChatRenderer(tokenizer)
-    assert renderer.prompt_ids([user("1 + 1 =")], is_conversational=False) == tokens("chatml", "1 + 1 =")
-    assert renderer.completion_text(tokens("chatml", "2<|im_end|>")) == "2"
-    with pytest.raises(ConfigError, match=r"no chat template.*model\.chat_template"):
-        renderer.prompt_ids([user("1 + 1 =")])
 
 
 # --- where a turn ends

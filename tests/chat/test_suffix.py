@@ -10,7 +10,7 @@ import pytest
 from grpo_async.chat import ChatError, ChatRenderer
 from grpo_async.chat.template import ChatTemplate
 from tests.chat.helpers import TOOLS, assistant, call, rendered, renderer_of, tokens, user
-from tests.support.chat_families import family
+from tests.support.chat_families import family, template_source
 
 PRESERVING = ("qwen2_5", "llama3", "mistral", "mistral_args")
 
@@ -170,3 +170,14 @@ def test_tokens_that_do_not_line_up_are_an_error_that_says_so() -> None:
         ChatError, match=r"renders a turn in another way once tool results follow it.*model.chat_template"
     ):
         renderer.suffix_ids([made], [made.result_message("hello")])
+
+
+def test_results_that_are_rendered_one_by_one_join_without_doubling_what_ends_a_turn() -> None:
+    """One newline is between <|im_end|> and each result: the first one follows the policy's token, the second the first."""
+    several = "messages | selectattr('tool_calls', 'defined') | map(attribute='tool_calls') | map('length') | max > 1"
+    template = f"{{% if {several} %}}{{{{ raise_exception('one call') }}}}{{% endif %}}{template_source('qwen2_5')}"
+    calls = [call(number=0), call(number=1)]
+    results = [calls[0].result_message("3"), calls[1].result_message("4")]
+    ids = renderer_of("qwen2_5", chat_template=template).suffix_ids(calls, results)
+    one = "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>"
+    assert family("qwen2_5").decode(ids) == one.format(3) + one.format(4) + "\n<|im_start|>assistant\n"
