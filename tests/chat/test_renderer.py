@@ -48,20 +48,11 @@ def test_plain_text_is_not_templated_and_gets_the_tokenizers_own_bos() -> None:
     renderer = ChatRenderer(tokenizer)
     assert renderer.prompt_ids([user("hello")], is_conversational=False) == [bos, *tokens("llama3", "hello")]
     assert renderer.prompt_ids([user("hello")]).count(bos) == 1  # the template writes it, the tokenizer not once more
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"no chat template.*model\.chat_template"):
+        ChatRenderer(tokenizer).prompt_ids([user("hello")])
     rendered = "<|begin_of_text|>hello"  # by whoever made the data
     assert renderer.prompt_ids([user(rendered)], is_conversational=False) == [bos, *tokens("llama3", "hello")]
-
-
-def test_plain_maths_needs_neither_template_nor_parser() -> None:
-    tokenizer = copy.deepcopy(family("chatml"))
-    tokenizer.chat_template = None
-    renderer = ChatRenderer(tokenizer)
-    assert renderer.prompt_ids([user("1 + 1 =")], is_conversational=False) == tokens("chatml", "1 + 1 =")
-    assert renderer.completion_text(tokens("chatml", "2<|im_end|>")) == "2"
-    with pytest.raises(ConfigError, match=r"no chat template.*model\.chat_template"):
-        renderer.prompt_ids([user("1 + 1 =")])
-    with pytest.raises(ConfigError, match=r"no chat template.*model\.chat_template"):
-        renderer.check_tools(TOOLS)
 
 
 # --- where a turn ends
@@ -86,9 +77,6 @@ def test_end_of_turn_ids_come_from_tokenizer_generation_config_and_settings(tmp_
     assert _load(tmp_path).end_of_turn_ids == [ids["<|return|>"], ids["<|call|>"]]
     loaded = _load(tmp_path, end_of_turn_tokens=["<|end|>"])
     assert loaded.end_of_turn_ids == list(ids.values())
-    (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"model\.path: cannot read .*generation_config\.json"):
-        _load(tmp_path)
 
 
 def test_load_takes_template_and_arguments(tmp_path: Path) -> None:
@@ -99,10 +87,6 @@ def test_load_takes_template_and_arguments(tmp_path: Path) -> None:
     renderer = _load(tmp_path, chat_template=file, chat_template_kwargs={"mood": "kind "})
     assert renderer.completion_text(renderer.prompt_ids([user("hello")])) == "kind hello"
     assert renderer.tokenizer.chat_template == "{{ mood }}{{ messages[0].content }}"  # what the export will carry
-    with pytest.raises(ConfigError, match=r"model\.chat_template: cannot read"):
-        _load(tmp_path, chat_template=tmp_path / "absent.jinja")
-    with pytest.raises(ConfigError, match=r"model\.path: cannot load a tokenizer"):
-        _load(tmp_path / "absent")
 
 
 def test_a_row_has_its_own_arguments_of_the_template_unless_they_open_its_thinking_unlike_others(
@@ -121,14 +105,9 @@ def test_a_row_has_its_own_arguments_of_the_template_unless_they_open_its_thinki
         row = renderer.for_row({"chat_template_kwargs": own})
         return row.completion_text(row.prompt_ids([user("hello")]))
 
-    assert [text(), text(mood="odd "), text(who="me"), text(who=None)] == [
-        "kind Falsehello", "odd Falsehello", "kind Truehello", "kind Falsehello",
-    ]  # fmt: skip
-    for wrong in ({"think": True}, {"tools": []}):
-        with pytest.raises(ConfigError, match="chat_template_kwargs"):
-            text(**wrong)
+    assert [text(), text(mood="odd "), text(who="me")] == ["kind Falsehello", "odd Falsehello", "kind Truehello"]
     with pytest.raises(ConfigError, match="chat_template_kwargs"):
-        renderer.for_row({"chat_template_kwargs": "think"})
+        text(think=True)
 
 
 # --- the startup check
@@ -155,15 +134,4 @@ def test_an_unknown_way_of_calling_is_refused_and_a_users_own_parser_helps() -> 
     with pytest.raises(ConfigError, match=r"set tool_calling\.parser to `hermes`"):
         renderer_of("deepseek").check_tools(TOOLS)
     notes = renderer_of("deepseek", parser="tests.chat.own_parsers:brackets").check_tools(TOOLS)
-    assert "own_parsers:brackets`: set in tool_calling.parser" in notes[0]
     assert "does not read a call as this chat template writes it" in notes[1]
-
-
-def test_a_template_that_cannot_render_several_calls_is_noted() -> None:
-    template = template_source("qwen2_5").replace(
-        "{%- for message in messages %}",
-        "{%- for message in messages %}{% if messages | selectattr('role', 'equalto', 'tool') | list | length > 1 or "
-        "'calculate' in (message.tool_calls | string) %}{{ raise_exception('one only') }}{% endif %}",
-    )
-    notes = renderer_of("qwen2_5", chat_template=template).check_tools(TOOLS)
-    assert any("when a turn makes several calls" in note and "one only" in note for note in notes)

@@ -10,7 +10,7 @@ import pytest
 from grpo_async.chat import ChatError, ChatRenderer
 from grpo_async.chat.template import ChatTemplate
 from tests.chat.helpers import TOOLS, assistant, call, rendered, renderer_of, tokens, user
-from tests.support.chat_families import family
+from tests.support.chat_families import family, template_source
 
 PRESERVING = ("qwen2_5", "llama3", "mistral", "mistral_args")
 
@@ -19,11 +19,6 @@ PRESERVING = ("qwen2_5", "llama3", "mistral", "mistral_args")
     ("name", "before", "after"),
     [
         ("qwen2_5", '<tool_call>\n{"name": "search", "arguments": {"query": "', '"}}\n</tool_call><|im_end|>'),
-        (
-            "qwen3",
-            '<think>hello</think><tool_call>\n{"name": "search", "arguments": {"query": "',
-            '"}}</tool_call><|im_end|>',
-        ),
         ("llama3", '{"name": "search", "parameters": {"query": "', '"}}<|eom_id|>'),
         ("gpt_oss", '<|channel|>commentary to=functions.search json<|message|>{"query": "', '"}<|call|>'),
         ("mistral_args", '[TOOL_CALLS]search[ARGS]{"query": "', '"}</s>'),
@@ -120,13 +115,10 @@ def test_a_turn_may_be_ended_by_the_first_token_of_the_next_message() -> None:
 def test_further_messages_may_follow_the_results() -> None:
     made = call()
     suffix = renderer_of("qwen2_5").suffix_ids([made], [made.result_message("1"), user("go on")])
-    assert (
-        family("qwen2_5")
-        .decode(suffix)
-        .endswith("</tool_response><|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
-    )
+    following = "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    assert family("qwen2_5").decode(suffix).endswith(f"</tool_response><|im_end|>{following}")
     alone = renderer_of("qwen2_5").suffix_ids([], [user("go on")])
-    assert family("qwen2_5").decode(alone) == "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    assert family("qwen2_5").decode(alone) == following
 
 
 def test_the_cost_of_a_suffix_does_not_grow_with_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,11 +139,9 @@ def test_the_cost_of_a_suffix_does_not_grow_with_the_turns(monkeypatch: pytest.M
         lengths.clear()
         renderer.suffix_ids([made], [made.result_message("hello")])
         per_turn.append(list(lengths))
-    assert all(
-        len(rendered_now) == 1 for rendered_now in per_turn[2:]
-    )  # the dummy without results comes from the cache
-    assert {rendered_now[0] for rendered_now in per_turn[2:]} == {per_turn[2][0]}
-    assert per_turn[2][0] < 400
+    # the dummy without results comes from the cache
+    assert per_turn[2:] == [per_turn[2]] * 98
+    assert sum(per_turn[2]) < 400
 
 
 def test_a_date_in_the_template_may_change_during_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,25 +172,12 @@ def test_tokens_that_do_not_line_up_are_an_error_that_says_so() -> None:
         renderer.suffix_ids([made], [made.result_message("hello")])
 
 
-def test_a_tokenizer_with_a_second_template_for_tools_uses_it() -> None:
-    tokenizer = copy.deepcopy(family("qwen2_5"))
-    tokenizer.chat_template = {"default": family("no_tool_role").chat_template, "tool_use": tokenizer.chat_template}
-    made = call()
-    expected = renderer_of("qwen2_5").suffix_ids([made], [made.result_message("hello")])
-    assert ChatRenderer(tokenizer).suffix_ids([made], [made.result_message("hello")]) == expected
-
-
-def test_results_of_calls_that_are_rendered_one_by_one_join_without_doubling_what_ends_a_turn() -> None:
+def test_results_that_are_rendered_one_by_one_join_without_doubling_what_ends_a_turn() -> None:
     """One newline is between <|im_end|> and each result: the first one follows the policy's token, the second the first."""
-    template = (
-        "{% for m in messages %}{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one call per message') }}"
-        "{% endif %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
-        "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
+    several = "messages | selectattr('tool_calls', 'defined') | map(attribute='tool_calls') | map('length') | max > 1"
+    template = f"{{% if {several} %}}{{{{ raise_exception('one call') }}}}{{% endif %}}{template_source('qwen2_5')}"
     calls = [call(number=0), call(number=1)]
-    ids = renderer_of("chatml", chat_template=template).suffix_ids(
-        calls, [calls[0].result_message("3"), calls[1].result_message("4")]
-    )
-    assert family("chatml").decode(ids) == (
-        "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
-    )
+    results = [calls[0].result_message("3"), calls[1].result_message("4")]
+    ids = renderer_of("qwen2_5", chat_template=template).suffix_ids(calls, results)
+    one = "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>"
+    assert family("qwen2_5").decode(ids) == one.format(3) + one.format(4) + "\n<|im_start|>assistant\n"

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from grpo_async.batching.pack import MicroBatch, Segment
 from grpo_async.training import logprobs
 from grpo_async.training.load import _materialize
 from grpo_async.training.model import Policy, make_mesh, recompute_activations, shard_policy
+from grpo_async.training.verify import one_row
 
 
 def peak_bytes(*, ranks: int, tokens: int, checkpointing: str, **sizes: int) -> int:
@@ -36,19 +36,7 @@ def peak_bytes(*, ranks: int, tokens: int, checkpointing: str, **sizes: int) -> 
         tracker = MemTracker()
         tracker.track_external(policy)
         with tracker:
-            ids, zeros = torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens)
-            batch = MicroBatch(
-                input_ids=ids[None],
-                position_ids=ids[None],
-                segments=[Segment(tokens)],
-                source_index=ids,
-                target_ids=ids,
-                sample_index=ids,
-                sampler_logprobs=zeros,
-                advantages=zeros,
-                weights=zeros,
-                staleness=ids,
-            )
+            batch = one_row([0] * tokens)
             for _ in range(2):
                 output = policy(batch, objective=lambda chosen, *_: chosen.sum())
                 assert output.objective is not None

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from grpo_async.checks import memory
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
@@ -61,20 +57,15 @@ TOKEN_WEIGHTS = {"proximal": "recomputed", "correction": {"level": "token"}}
         (TRAIN, TRAIN[:4], {"evaluation": HELD_OUT}, "4 of 4 prompts to evaluate on are trained on as well"),
         ([_row(1, environment="game")], [_row(2, environment="gmae")], {"evaluation": HELD_OUT, "environments": GAME},
          "evaluation.data, row 0: "),
-        (TRAIN, [{"prompt": "9 + 9 ="}], {"evaluation": HELD_OUT}, "rename with `evaluation.data.columns`"),
         (TRAIN, [{"prompt": "9 + 9 ="}], {"data": {"train": TWO}}, "rename with `data.train.1.columns`"),
         (TRAIN, TRAIN, {"data": {"train": [{**each, "rewards": ["typo"]} for each in TWO]}},
          "data.train.0.rewards: there is no reward `typo`"),
         ([_row(1, tools=["calculator"]), _row(2, tools=["add"])], [], {"tools": [{"function": CALCULATOR}]},
          "train.jsonl:2: the column `tools` lists names of the run's tools that the row may use, ['calculator']"),
         ([_row(1, completions=1)], [], {}, "remove_columns: [completions]"),
-        ([_row(1, trainer_state=1)], [], {}, "data.train: the column `trainer_state` "),
         (TRAIN, [], {"environments": GAME, "rewards": [{"function": MATCH, "name": "GuessingGame"}]},
          "`GuessingGame` is also the reward of an environment"),
-        (TRAIN, [], {"rollout": {"agent": AGENT}, "rewards": [{"function": MATCH, "name": "agent"}]},
-         "`agent` is also the reward of an environment or of the agent"),
         (TRAIN, [], {"rollout": {"agent": {"function": "examples.agent.agent:runn"}}}, "did you mean 'run'"),
-        (TRAIN, [], {"rollout": {"agent": {"command": ["no-such-program"]}}}, "no-such-program is no program on PATH"),
         # addresses of a network that exists in documents only
         (TRAIN, [], {"rollout": {"agent": {"command": ["true"], "host": "192.0.2.7"}}},
          "rollout.agent.host: 192.0.2.7 cannot be bound"),
@@ -110,13 +101,11 @@ _REFERENCE = {"type": "dapo", "beta": 0.1}
         ({"inference": {"embedded": {"device": "cuda"}}}, "inference.embedded.device: cuda, but"),
         ({"model": {"lora": {}}}, "model.lora: needs the package"),
         ({"tracking": [{"type": "wandb", "project": "x"}]}, "tracking.0.type: wandb: needs the package"),
-        ({"data": {"train": {"type": "hub", "name": "a/b"}}}, "data.train.type: hub: needs the package"),
         ({"loss": {**_REFERENCE, "reference": "{folder}/none"}}, "loss.reference: {folder}/none does not exist"),
         ({"loss": {**_REFERENCE, "reference": "{folder}/other"}}, "has a vocab_size of 9, model.path one of 7"),
         ({"model": {"path": "{folder}/train.jsonl"}}, "model.path: {folder}/train.jsonl is a file"),
         ({"model": {"path": "{folder}/cut"}}, "model.safetensors is not a complete safetensors file: "),
         ({"model": {"path": "{folder}/renamed"}}, "neither model.safetensors nor model.safetensors.index.json exists"),
-        ({"model": {"path": "{folder}/deep"}}, "model.path: cannot read {folder}/deep/config.json"),
         ({"model": {"path": "{folder}/gpt_oss"}}, "has attention sinks; set inference.engine: vllm"),
         ({"model": {"path": "{folder}/moe"}}, "embedded cannot serve qwen3_moe, which is a mixture of experts"),
         ({"model": {"path": "{folder}/mistral"}}, "set inference.max_model_len (now 2048) to at most 32, or inference.engine"),
@@ -134,7 +123,6 @@ def test_a_model_a_package_or_a_device_that_would_fail_later_is_told(
     _model(tmp_path / "cut", weights=len(_HEADER).to_bytes(8, "little") + _HEADER + b"0" * 30)
     _model(tmp_path / "renamed")
     (tmp_path / "renamed" / "model.safetensors").rename(tmp_path / "renamed" / "weights.safetensors")
-    _model(tmp_path / "deep", config="[" * 100_000)
     _model(tmp_path / "gpt_oss", config='{"model_type": "gpt_oss", "sliding_window": 128, "num_local_experts": 1}')
     _model(tmp_path / "fp8", config='{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}')
     _model(tmp_path / "moe", config='{"model_type": "qwen3_moe", "num_experts": 8}')
@@ -168,14 +156,12 @@ ASSISTANT = {"role": "assistant", "content": "2"}
     ("rows", "told"),
     [
         ([_row(1), {"prompt": [USER, ASSISTANT]}], "1 of 2 prompts end in an assistant's message"),
-        ([_row(1), {"prompt": [USER, {**ASSISTANT, "content": [{"type": "text", "text": "2"}]}]}], "1 of 2 prompts end in an"),
         ([_row(1), {"prompt": [{"role": "system", "content": "Be brief."}]}], "1 of 2 prompts end in neither"),
         ([_row(1), {"prompt": [{"role": "user", "content": " "}]}], "1 of 2 prompts have no text"),
         ([_row(1), {"prompt": json.dumps([USER])}, {"prompt": "1 + 1"}], "1 of 3 prompts are the JSON text of messages"),
         ([{"prompt": "a"}, {"prompt": [USER]}, {"prompt": "b"}], "1 of 3 prompts are messages, unlike the others"),
         ([_row(1, tools=[]), _row(2, tools=CALLS)], "1 of 2 rows have the column `tools`"),
         ([_row(1), _row(2, environment="game")], "1 of 2 rows have the column `environment`"),
-        ([_row(1), _row(2, messages=[USER, ASSISTANT])], "1 of 2 rows have the column `messages`"),
         ([_row(1), _row(2) | {"answer": [ASSISTANT]}], "1 of 2 rows have messages as their answer"),
     ],
     ids=lambda value: str(value)[-40:],
@@ -185,12 +171,9 @@ def test_rows_that_mean_something_else_here_are_counted_and_the_first_is_named(
 ) -> None:
     config = _with_tokenizer(tmp_path)
     _write(tmp_path / "train.jsonl", rows)
-    place = 1 + next(
-        number for number, row in enumerate(rows) if row not in (_row(1), _row(1, tools=[]), {"prompt": "a"})
-    )
     for notes in (check_inputs(config, engine=EMBEDDED), check_inputs(config, engine=EMBEDDED, deep=True)):
         (note,) = [note for note in notes if told in note]
-        assert f"train.jsonl:{place}" in note
+        assert "train.jsonl:2" in note
     agent = make_config(tmp_path, rollout={"agent": AGENT})  # it reads rows in its own way
     _write(tmp_path / "train.jsonl", rows)
     assert not [note for note in check_inputs(agent, engine=EMBEDDED) if told in note]
@@ -199,17 +182,13 @@ def test_rows_that_mean_something_else_here_are_counted_and_the_first_is_named(
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        (
-            {"images": ["a.png"]},
-            "data.train: 1 of 2 rows have the column `images`",
-        ),
-        ({"image": "a.png"}, "remove_columns: [image]"),
+        ({"images": ["a.png"]}, "data.train: 1 of 2 rows have the column `images`"),
         ({"prompt": [USER, {**ASSISTANT, "tool_calls": CALLS}]}, "1 of 2 prompts end in tool calls without results"),
     ],
 )
 def test_rows_that_no_run_can_use_are_refused(tmp_path: Path, row: dict[str, Any], told: str) -> None:
     config = make_config(tmp_path)
-    _write(tmp_path / "train.jsonl", [_row(1, images=[], image=None), _row(2) | row])
+    _write(tmp_path / "train.jsonl", [_row(1, images=[]), _row(2) | row])
     _refused(config, told.replace("{folder}", str(tmp_path)))
 
 
@@ -222,15 +201,6 @@ def test_a_role_that_the_template_refuses_is_found_in_the_one_row_that_has_it(tm
     _refused(config, "train.jsonl:778: the chat template refuses", deep=True)
 
 
-def test_a_dry_run_knows_that_the_disk_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = _with_tokenizer(tmp_path)
-    save_file({"w": np.zeros((1000, 1000), np.float32)}, tmp_path / "model" / "model.safetensors")
-    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=30_000_000))
-    check_inputs(config, engine=EMBEDDED)  # a start leaves it to the preflight
-    with pytest.raises(ConfigError, match=r"run\.dir: 3 checkpoints of 11\.4 MiB .* not enough"):
-        check_inputs(config, engine=EMBEDDED, deep=True)
-
-
 def _limits(tokens: int) -> dict[str, Any]:
     return {"inference": {"max_model_len": tokens}, "rollout": {"max_completion_tokens": 4}}
 
@@ -240,12 +210,7 @@ def _limits(tokens: int) -> dict[str, Any]:
     [
         (5, {}, "model.path: the tokenizer has"),
         (500, _limits(8), "data.train: 2 of 2 prompts"),
-        (500, {"data": {"train": {"max_prompt_tokens": 1}}}, "data.train.max_prompt_tokens: 1 leaves none of the 2"),
-        (
-            500,
-            {**_limits(300), "evaluation": HELD_OUT},
-            "evaluation.data: 1 of 1 prompts measured have 300 tokens or more",
-        ),
+        (500, {**_limits(300), "evaluation": HELD_OUT}, "evaluation.data: 1 of 1 prompts measured have 300 tokens"),
     ],
 )
 def test_a_dry_run_measures_prompts_with_the_tokenizer(
@@ -253,11 +218,10 @@ def test_a_dry_run_measures_prompts_with_the_tokenizer(
 ) -> None:
     train = _write(tmp_path / "rows.jsonl", [{"prompt": "1 + 2 = " * 3}, {"prompt": "1 + 2 = " * 30}])
     _write(tmp_path / "held.jsonl", [{"prompt": "9 + 9 = " * 100}])
-    sections = _in_folder(tmp_path, sections)
-    data = {"train": {"type": "jsonl", "path": str(train), **sections.pop("data", {}).get("train", {})}}
-    _refused(_with_tokenizer(tmp_path, vocab_size=vocab_size, data=data, **sections), told, deep=True)
+    sections = _in_folder(tmp_path, {"data": {"train": {"type": "jsonl", "path": str(train)}}, **sections})
+    _refused(_with_tokenizer(tmp_path, vocab_size=vocab_size, **sections), told, deep=True)
     if told.startswith("data.train: 2"):  # where some fit, it is a note
-        noted = check_inputs(_with_tokenizer(tmp_path, data=data, **_limits(60)), engine=EMBEDDED, deep=True)
+        noted = check_inputs(_with_tokenizer(tmp_path, **sections | _limits(60)), engine=EMBEDDED, deep=True)
         assert any(note.startswith("data.train: 1 of 2 prompts") for note in noted)
 
 
@@ -265,7 +229,6 @@ def test_a_dry_run_measures_prompts_with_the_tokenizer(
     ("name", "content", "told"),
     [
         ("train.jsonl", '{"prompt": "1", "answer": %s}' % ("9" * 5000), "train.jsonl:1: this line cannot be read as JSON"),
-        ("model/model.safetensors.index.json", "null", "model.safetensors.index.json is broken"),
         ("model/config.json", "[]", "config.json is no mapping"),
         ("model/model.safetensors", "", "is not a complete safetensors file"),
         ("model/tokenizer.json", "{}", "cannot load a tokenizer"),

@@ -37,13 +37,6 @@ def _config(folder: Path, **sections: Any) -> ExperimentConfig:
     return make_config(folder, **merged(base, sections))
 
 
-def _parameters(folder: Path) -> int:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def test_what_a_token_computes_of_a_dense_model_and_of_one_with_experts() -> None:
     """Layers of 2 x 4 x 2 x (2 + 1) in attention and 3 x 4 x 8 in the MLP, with an embedding of 10 x 4. Experts: Qwen3-30B-A3B, of
     whose 3.35 billion active parameters 0.31 are the embedding."""
@@ -67,8 +60,11 @@ def test_what_a_token_computes_of_a_dense_model_and_of_one_with_experts() -> Non
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_count_is_that_of_the_loaded_model(tmp_path: Path, is_tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
     folder = build_tiny_model(tmp_path / "model", tie_word_embeddings=is_tied)
-    assert count_parameters(str(folder)) == _parameters(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert count_parameters(str(folder)) == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.slow

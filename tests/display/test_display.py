@@ -7,8 +7,6 @@ import json
 import os
 import re
 import sys
-import time
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from threading import Thread
@@ -17,8 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from grpo_async.display import display as display_module
-from grpo_async.display.display import Display, InThread, JsonView, LineView, LiveView
+from grpo_async.display.display import Display, JsonView, LineView, LiveView
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Progress
 from grpo_async.display.summary import print_summary
@@ -27,7 +24,6 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.safe_text import plain
 from tests.display.support import METRICS
-from tests.support.waiting import eventually
 
 LITTLE = {"name": "memory", "status": "warn", "detail": "little\x1b[2J"}
 ENOUGH = {"name": "disk", "status": "pass", "detail": "enough"}
@@ -58,7 +54,6 @@ def _step(display: Display, step: int, metrics: dict[str, float], max_steps: int
 def test_each_step_is_one_plain_line_and_missing_metrics_are_left_out() -> None:
     console = _console()
     with _lines(console) as display:
-        display.phase("training")
         _step(display, 10, {"reward": float("nan"), "sync/push_s": 0.5, "servers/serving": 2.0})
         _step(display, 11, {"reward": 0.51, "step_time": 2.0})
         completions = [{"reward": 1.0, "text": "it is\n7"}, {"reward": 0.0, "text": "8\x1b[2J"}]
@@ -67,7 +62,6 @@ def test_each_step_is_one_plain_line_and_missing_metrics_are_left_out() -> None:
         display.show("evaluation", when="after", metrics={"reward": 0.9, "mean_length": 20.0})
     assert _text(console).splitlines() == [
         "logs: runs/x/logs/latest",
-        "training",
         "step 10/60  push 0.50 s",
         "step 11/60  reward 0.510 (all groups)  2.0 s/step  1:38 left",  # 49 steps x 2 s = 98 s
         "prompt of step 11: 3 + 4 =",
@@ -88,20 +82,6 @@ def test_no_text_of_others_moves_the_cursor() -> None:
         display.show("preflight", checks=[{"name": bad, "status": "fail", "detail": bad}])
     assert not set("\x1b\r") & set(_text(console))
     assert _text(console).count("abcd") == 6
-
-
-def test_the_mode_and_the_terminal_decide_what_is_shown(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"run_name": "x", "max_steps": 1, "run_dir": RunDir(tmp_path)}
-
-    def view(mode: OutputMode, *, terminal: bool, **more: Any) -> type:
-        shown = Output(mode, _console(terminal=terminal)).display(**options, **more).views[0]
-        return type(shown.view if isinstance(shown, InThread) else shown)
-
-    assert view(OutputMode.FULL, terminal=True) is LiveView
-    assert view(OutputMode.FULL, terminal=True, lines_only=True) is LineView
-    assert view(OutputMode.FULL, terminal=False) is LineView
-    assert view(OutputMode.QUIET, terminal=True) is LineView
-    assert view(OutputMode.JSON, terminal=True) is JsonView
 
 
 @pytest.mark.parametrize("mode", [OutputMode.FULL, OutputMode.JSON])
@@ -133,36 +113,6 @@ def test_a_quiet_run_tells_of_warnings_only() -> None:
         display.show("preflight", checks=[ENOUGH, LITTLE])
         display.warning("the server was killed\x1b[2J")
     assert _text(console).splitlines() == ["preflight: warn: memory: little", "warning: the server was killed"]
-
-
-def test_silence_is_broken_by_what_the_run_is_doing_and_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server that starts (the last line of its log), then an evaluation with a slow reward."""
-    monkeypatch.setattr(display_module, "_INTERVAL_S", 0.01)
-    monkeypatch.setattr(display_module, "_SILENCE_S", 0.05)
-    console, progress = _console(width=200), _progress(run_dir=tmp_path)
-    logs = tmp_path / "logs" / "latest"
-    logs.mkdir(parents=True)
-    (logs / "server.log").write_text("loading\nCapturing CUDA graphs 40%\n")
-    with Display(progress, [LineView(console, progress)]) as display:
-        display.phase("waiting for the server")
-        progress._content["phase_since"] = time.time() - 150
-        assert eventually(
-            lambda: "waiting for the server (2:30); server.log: Capturing CUDA graphs 40%" in _text(console), 10.0
-        )
-        display.show("servers", servers=[{"index": 0, "state": "serving"}])
-        display.phase("evaluating")
-        display.phase("evaluating: 12 of 200 prompts")
-        assert eventually(lambda: "evaluating: 12 of 200 prompts (0 s)\n" in _text(console), 10.0)
-    assert _text(console).splitlines().count("evaluating") == 1, "how far it is makes no line of its own"
-
-
-def test_after_the_first_step_nobody_says_that_there_was_none() -> None:
-    display = Display(_progress())
-    display.show("learning", key="no-steps", text="Too early to say: no optimizer step has finished yet.", fix="")
-    _step(display, 1, METRICS)
-    assert display.progress.content()["learning"] is None
 
 
 def test_the_dashboard_leaves_what_was_said_when_it_goes(tmp_path: Path) -> None:
@@ -247,18 +197,6 @@ def test_the_summary_says_what_was_reached_and_what_to_do_next() -> None:
         assert part in " ".join(text.split()), text
     assert "--resume" not in text
     assert "NOT BALANCED" in _summary(metrics=metrics, summary={"ledger_closed": False})
-
-
-def test_the_summary_ends_with_a_table_where_it_says_more_than_a_line() -> None:
-    samples = {"num_prompts": 8.0, "reward": 0.5, "pass@1": 0.5, "pass@2": 0.625}
-    parts = {"all": {**samples, "reward": 0.125}}
-    record = EvaluationRecord(step=9, when="after", metrics=samples, by_group=parts)
-    text = _summary(evaluations=[record])
-    assert "held out, after training" in text
-    whole = [line for line in text.splitlines() if line.startswith(("all ", "all prompts "))]
-    assert [line.split()[-3] for line in whole] == ["0.125", "0.500"], "a value may have the name of the whole"
-    greedy = replace(record, metrics={"num_prompts": 8.0, "reward": 0.5, "pass@1": 0.5}, by_group={})
-    assert "held out, " not in _summary(evaluations=[greedy])
 
 
 def test_one_step_is_one_and_the_commands_after_a_run_can_be_pasted() -> None:

@@ -104,23 +104,6 @@ def test_state_cause_and_remedy_come_first_on_every_surface(tmp_path: Path, name
         assert page["verdict"]["text"] == "\n".join(filter(None, [text, fix])), surface
 
 
-def test_a_collapse_keeps_its_remedy_to_the_end(tmp_path: Path) -> None:
-    """It was named with its remedy at step 40; at the end the held-out reward is above that of the first evaluation."""
-    run_dir = FATES["collapse"][0].write(tmp_path, 0)
-    lines = run_dir.metrics.read_text().splitlines(keepends=True)
-    run_dir.metrics.write_text("".join(lines[:50]))
-    evaluations = run_dir.evaluation_log.read_text()
-    run_dir.evaluation_log.write_text(evaluations.splitlines()[0] + "\n")
-    before = diagnose(RunHistory.read(run_dir))
-    run_dir.metrics.write_text("".join(lines))
-    run_dir.evaluation_log.write_text(evaluations)
-    after = diagnose(RunHistory.read(run_dir))
-    assert (before.key, before.fix) == (after.key, after.fix)
-    change = RunHistory.read(run_dir).held_out()
-    assert change is not None
-    assert change.has_risen
-
-
 def test_an_evaluation_is_no_training_that_was_killed(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     Run(state="finished").write(tmp_path, 0)

@@ -24,22 +24,9 @@ from tests.support.waiting import eventually
 
 STEP = {**METRICS, "grad_norm": float("nan"), "pipeline/trainer_idle_ratio": 0.5, "pipeline/generator_idle_ratio": 0.02}
 SERVER = {
-    "index": 0,
-    "url": "http://h:1",
-    "state": "serving",
-    "version": 3,
-    "running": 5,
-    "waiting": 1,
-    "kv_usage": 0.5,
-}
-
-
-EXAMPLE = {
-    "step": 3,
-    "prompt": "3 + 4 =",
-    "completions": [{"reward": 1.0, "text": "7"}, {"reward": 0.0, "text": "8"}],
-}
-ABOUT = {"engine": "vllm", "on_gpu": True, "precision": "float32 master weights, computed and served in bfloat16"}
+    "index": 0, "url": "http://h:1", "state": "serving", "version": 3, "running": 5, "waiting": 1, "kv_usage": 0.5,
+}  # fmt: skip
+ABOUT = {"engine": "vllm", "on_gpu": True}
 
 
 @pytest.fixture
@@ -68,7 +55,6 @@ def _fill(status: Display) -> None:
     status.phase("training")
     status.show("step", step=3, max_steps=10, metrics=STEP)
     status.show("evaluation", when="before", metrics={"reward": 0.25})
-    status.show("example", **EXAMPLE)
     status.show("servers", servers=[SERVER])
     status.warning("the server was killed")
     status.note("no warning")
@@ -84,7 +70,6 @@ def test_it_says_what_was_reported(run_dir: RunDir) -> None:
     content = _content(run_dir)
     expected = {
         "run": "x", "step": 3, "max_steps": 10, "engine": "vllm", "on_gpu": True,
-        "precision": "float32 master weights, computed and served in bfloat16",
         "eta_s": 14.0,  # 7 steps x 2 s
         "reward": {"last": 0.53, "average": 0.53, "curve": [0.53]},
         "ledger": {"groups": {"queued": 3, "trained": 12, "in_flight": 16}, "tokens": {"trained": 1200}},
@@ -115,13 +100,6 @@ def test_a_disk_that_cannot_be_written_does_not_end_the_run(run_dir: RunDir) -> 
         status.show("step", step=1, max_steps=10, metrics=STEP)
     assert status.progress.content()["step"] == 1
     assert run_dir.status.is_dir()
-
-
-def _running(run_dir: RunDir, **changes: Any) -> None:
-    if not run_dir.status.exists():
-        with _Run(run_dir):
-            pass
-    run_dir.status.write_text(json.dumps({**_content(run_dir), **changes}))
 
 
 def test_what_is_no_status_is_said(run_dir: RunDir) -> None:
@@ -161,22 +139,6 @@ def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None
     text = _table(run_dir)
     for part in ("server 0", "serving", "http://h:1", " left", "elapsed", "last update"):
         assert part not in text, f"{part!r} is of a run that goes on:\n{text}"
-    assert re.search(r"\d+ s in all, with start, evaluations and end", text)
     assert re.search(r"ended \d+ s ago", text)
-    run_dir.metrics.write_text('{"step": 1, "reward": 0.1}\n')
     run_dir.summary.write_text(json.dumps({"wall_s": 75}))
-    text = _table(run_dir)
-    assert "0.1 → 0.1 (all groups" in text, "as the summary at the end says it"
-    assert "1:15" in text
-
-
-@pytest.mark.parametrize("state", ["failed", "running"])
-def test_the_summary_of_an_earlier_attempt_is_not_taken_for_this_one(run_dir: RunDir, state: str) -> None:
-    with _Run(run_dir) as status:
-        _fill(status)
-    _running(run_dir, state=state, pid=2**22 + 1)  # running: it was killed
-    run_dir.summary.write_text(json.dumps({"wall_s": 75}))
-    text = _table(run_dir)
-    assert "servers idle 2%" in text
-    assert "1:15" not in text
-    assert "serving" not in text
+    assert "1:15" in _table(run_dir)

@@ -79,9 +79,3 @@ def test_of_fewer_than_three_seeds_nothing_is_called_safe(tmp_path: Path) -> Non
     study = _study(tmp_path, {"a": (1.0, [0.9, 0.9]), "b": (1.0, [0.1, 0.1])})
     assert set(_verdicts(study).values()) == {None}
     assert "3 seeds" in study.advice()
-
-
-def test_a_folder_without_a_study_has_none(tmp_path: Path) -> None:
-    assert Study.read(tmp_path) is None
-    (tmp_path / STUDY_FILE).write_text("{")
-    assert Study.read(tmp_path) is None

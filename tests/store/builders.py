@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +29,6 @@ from grpo_async.records import (
 from grpo_async.store import RolloutStore
 from grpo_async.store.seal import seal_block
 from tests.support.stored import LineStore
-
-OpenStore: TypeAlias = Callable[..., RolloutStore]
 
 
 def build_rollout(
@@ -62,23 +60,18 @@ def build_tool_rollout(rollout_id: str) -> RolloutCompletion:
     call = ToolCallRecord(
         tool_call_id="c1", name="add", arguments={"a": 1, "b": {2}}, result="\ud83d", failed=True, duration_s=0.125
     )
-    first = TurnRecord(
-        output_ids=[5, 6],
-        output_logprobs=[-0.5, -1.5],
+    first, second = (
+        build_rollout("", text=text, ids=ids, logprobs=logprobs, version=3).turns[0]
+        for text, ids, logprobs in (("add(1, 2)", (5, 6), (-0.5, -1.5)), ("three", (7,), (-3.5,)))
+    )
+    first = replace(
+        first,
         policy_versions=[2, 3],
-        finish_reason=FinishReason.STOP,
-        messages=[
-            TaggedMessage(role="assistant", content="add(1, 2)", origin=Origin.POLICY),
-            TaggedMessage(role="tool", content="3", origin=Origin.TOOL),
-        ],
+        messages=[*first.messages, TaggedMessage(role="tool", content="3", origin=Origin.TOOL)],
         tool_calls=[call],
         tool_response_ids=[90, 91],
         tool_execution_duration_s=0.125,
     )
-    second = TurnRecord(
-        output_ids=[7], output_logprobs=[-3.5], policy_versions=[3], finish_reason=FinishReason.STOP,
-        messages=[TaggedMessage(role="assistant", content="three", origin=Origin.POLICY)],
-    )  # fmt: skip
     return RolloutCompletion(
         rollout_id=rollout_id, prompt_ids=[1, 2], turns=[first, second], status=RolloutStatus.FINISHED, done=True
     )

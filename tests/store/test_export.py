@@ -1,7 +1,11 @@
-"""Exports hold what the store holds, in its order."""
+"""Exports hold what the store holds, in its order, and the examples of docs/rollout-store.md can read it."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +31,13 @@ from tests.store.builders import (
 from tests.support.stored import LineStore
 
 EVERYTHING = parse_query("")
+PAGE = (Path(__file__).parents[2] / "docs" / "rollout-store.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two sealed blocks and one of lines; group 9 has tools, 10 no rollout; 9 and 11 have the trainer's statistics."""
-    found = tmp_path / "run" / "rollouts"
+    found = tmp_path / "runs" / "NAME" / "rollouts"
     for first in (0, 4):
         with LineStore(found) as store:
             for group_id in range(first, first + 4):
@@ -75,6 +80,7 @@ def test_an_export_has_every_row_and_column_in_the_order_of_writing(
     assert last["completion_text"] == 'say "hi"\n\x1b[2J漢'
     assert last["logprobs"] == pytest.approx([-0.1, -1e-8, -2.5])
     assert last["weights"] == [1.0, 2.0, 3.0]
+    assert (last["trainer_logprobs"], last["proximal_logprobs"]) == ([-1.0, -1.5, -2.0], [-1.25, -1.75, -2.25])
     assert last["token_flags"] == [0, 1, 2]
     assert last["rewards"] == {"exact": 0.5, "format": None}
     assert (last["step"], last["superseded"], last["truncated"]) == (9, False, False)
@@ -86,16 +92,9 @@ def test_an_export_has_every_row_and_column_in_the_order_of_writing(
     assert rows[0]["weights"] is None
     if format_ == "jsonl":  # the digits that single precision needs
         assert b'"logprobs":[-0.1,' in out.read_bytes()
-
-
-@pytest.mark.parametrize("format_", ["jsonl", "parquet"])
-def test_an_export_of_a_query_has_what_it_holds_for(folder: Path, tmp_path: Path, format_: Format) -> None:
-    out = tmp_path / "some"
     done = export_rollouts(folder, out, format_, parse_query("reward>=1 and text ilike '%what is%'"))
     assert [row["rollout_id"] for row in _read(out, format_)] == ["4-1", "5-1", "6-1", "7-1"]
     assert (done.rollouts, done.groups) == (4, 4)
-    done = export_rollouts(folder, out, format_, parse_query("reward>100"))
-    assert (done.rollouts, _read(out, format_)) == (0, [])
 
 
 def test_superseded_rows_are_exported_when_asked_for(tmp_path: Path) -> None:
@@ -128,3 +127,18 @@ def test_damage_inside_of_a_block_is_an_error_that_names_it_and_leaves_the_old_f
         export_rollouts(folder, out, format_, EVERYTHING)
     assert list(out.parent.iterdir()) == [out]
     assert out.read_text() == "as it was"
+
+
+def test_the_examples_of_the_page_run(folder: Path, tmp_path: Path) -> None:
+    export_rollouts(folder, tmp_path / "rollouts.parquet", "parquet", EVERYTHING)
+    export_rollouts(folder, tmp_path / "rollouts.jsonl", "jsonl", EVERYTHING)
+    printed = ""
+    for example in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        library = example.split("\n", 1)[0].removeprefix("import ")
+        if library in ("pandas", "polars") and importlib.util.find_spec(library) is None:
+            continue
+        command = [sys.executable, "-c", example]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        printed += done.stdout
+    assert all(words in printed for words in ("sometimes", "add", "9-0"))

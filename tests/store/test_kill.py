@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,34 +43,24 @@ for number in range(100000):
 """
 
 
-@contextmanager
-def _writer(folder: Path, resume: int) -> Iterator[subprocess.Popen[str]]:
-    """A writer at work; killed at the end of the block."""
-    command = [sys.executable, "-c", _WRITER, str(folder), str(resume)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=30.0)
-
-
 def _kill_after(folder: Path, resume: int, seconds: float, *, wants_sealed: bool) -> int:
-    """The last position that the writer said. With `wants_sealed` it is killed when it has sealed a block, but not earlier."""
-    with _writer(folder, resume) as process:
-        os.set_blocking(process.stdout.fileno(), True)  # type: ignore[union-attr]
-        ends_at = time.monotonic() + seconds
-        said: list[str] = []
-        for line in process.stdout or ():
-            said.append(line)
-            is_enough = not wants_sealed or any(block.is_sealed for block in find_blocks(folder))
-            assert time.monotonic() < ends_at + 60.0, "nothing was sealed while the writer wrote"
-            if time.monotonic() > ends_at and is_enough:
-                assert not _says_killed(folder), "it lives"
-                process.kill()
-                break
+    """The last position that a writer said. With `wants_sealed` it is killed when it has sealed a block, but not earlier."""
+    command = [sys.executable, "-c", _WRITER, str(folder), str(resume)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            ends_at = time.monotonic() + seconds
+            said: list[str] = []
+            for line in process.stdout:
+                said.append(line)
+                is_enough = not wants_sealed or any(block.is_sealed for block in find_blocks(folder))
+                assert time.monotonic() < ends_at + 60.0, "nothing was sealed while the writer wrote"
+                if time.monotonic() > ends_at and is_enough:
+                    assert not _says_killed(folder), "it lives"
+                    break
+        finally:
+            process.kill()
         said += process.communicate(timeout=30.0)[0].splitlines()
     return int(next(line for line in reversed(said) if line.strip()))
 

@@ -64,7 +64,8 @@ def _read(line: bytes) -> GroupRow:
 
 def test_a_row_holds_everything_of_a_group() -> None:
     tool, failed = build_tool_rollout("7-0"), build_failed_rollout("7-1")
-    tool = replace(tool, started_at=990.0, turns=[replace(tool.turns[0], started_at=991.0), *tool.turns[1:]])
+    turns = [replace(tool.turns[0], started_at=991.0), *tool.turns[1:]]
+    tool = replace(tool, started_at=990.0, turns=turns, reward_columns={"seat": 3})  # of a rollout function
     row = _row(build_group(7, [tool, failed], answer=3), [build_sample(7, tool, 0.5, advantage=1.25)], step=4)
     assert (row.schema, row.seq, row.group_id, row.prompt_id, row.step) == (SCHEMA, 17, 7, 7, 4)
     assert (row.status, row.written_at, len(row.prompt_hash)) == (GroupStatus.TRAINED, 1000.5, 16)
@@ -76,6 +77,7 @@ def test_a_row_holds_everything_of_a_group() -> None:
     first, second = row.rollouts
     assert (first.rollout_id, first.status, first.done, first.truncated) == ("7-0", RolloutStatus.FINISHED, True, False)
     assert (first.reward, first.advantage, first.rewards) == (0.5, 1.25, {"exact": 0.5, "format": None})
+    assert first.extra == {"seat": 3}
     assert (first.started_at, first.turns[0].started_at, first.turns[1].started_at) == (990.0, 991.0, 0.0)
     assert first.prompt_ids == second.prompt_ids == [1, 2]
     assert first.completion_ids == [5, 6, 90, 91, 7]
@@ -90,25 +92,9 @@ def test_a_row_holds_everything_of_a_group() -> None:
     (call,) = first.turns[0].tool_calls
     assert (call.name, call.failed, call.arguments) == ("add", True, {"a": 1, "b": "{2}"})
     assert call.result == "\\ud83d"  # a lone surrogate: UTF-8 cannot hold it
-    assert (second.status, second.error, second.reward) == (
-        RolloutStatus.FAILED,
-        "the server refused the request",
-        None,
-    )
+    assert (second.status, second.reward) == (RolloutStatus.FAILED, None)
+    assert second.error == "the server refused the request"
     assert first.weights is second.token_flags is None
-
-
-def test_stats_of_the_trainer_stand_at_the_tokens_that_the_policy_sampled() -> None:
-    tool, plain = build_tool_rollout("7-0"), build_rollout("7-1")
-    stats = {"7-0": build_stats(3), "7-1": build_stats(3, first=4.0), "of another group": build_stats(1)}
-    first, second = _row(build_group(7, [tool, plain]), stats=stats).rollouts
-    assert first.mask == [1, 1, 0, 0, 1]
-    assert first.trainer_logprobs == [-1.0, -1.5, None, None, -2.0]
-    assert first.proximal_logprobs == [-1.25, -1.75, None, None, -2.25]
-    assert first.weights == [1.0, 2.0, None, None, 3.0]
-    assert first.entropies == [0.5, 1.5, None, None, 2.5]
-    assert first.token_flags == [0, 1, None, None, 2]
-    assert (second.weights, second.token_flags) == ([5.0, 6.0, 7.0], [0, 1, 2])
 
 
 def test_branches_stand_below_their_rollout_each_with_its_own_turns_tokens_and_stats() -> None:
@@ -167,49 +153,18 @@ def test_the_hash_of_a_prompt_is_that_of_its_messages() -> None:
     same = _row(build_group(1, [build_rollout("1-0")], answer=1)).prompt_hash
     assert _row(build_group(2, [], answer=2)).prompt_hash == same
     assert _row(build_group(1, [], text="what is 1 + 2?")).prompt_hash != same
-    blank = [
-        _row(build_group(number, [], text=" ", answer=answer)).prompt_hash
-        for number, answer in ((1, 1), (2, 2), (3, 1))
-    ]
-    assert blank[0] == blank[2] != blank[1]  # an environment makes a prompt of each
+    one, two = (_row(build_group(1, [], text=" ", answer=answer)).prompt_hash for answer in (1, 2))
+    assert one != two  # an environment makes a prompt of each
 
 
 def test_columns_that_json_cannot_hold_become_their_repr() -> None:
     columns: dict[Any, Any] = {
-        "big": 2**70, "set": {1}, "nested": {"a": [{2}]}, "bad": "\ud800", 3: {4: 5}, "nan": float("nan"),
-        "array": np.arange(2), "broken": _Broken(), "text": "ü", "none": None, "true": True,
+        "big": 2**70, "nested": {"a": [{2}]}, "bad": "\ud800", 3: {4: 5}, "nan": float("nan"), "array": np.arange(2),
     }  # fmt: skip
-    circle: list[Any] = []
-    circle.append(circle)
+    columns["circle"] = [columns]
     group = build_group(1, [])
-    group = replace(group, prompt=replace(group.prompt, columns={**columns, "circle": circle}))
-    columns = dict(_row(group).columns)
-    assert "[...]" in str(columns.pop("circle"))
-    assert columns == {
-        "big": str(2**70), "set": "{1}", "nested": {"a": ["{2}"]}, "bad": "\\ud800", "3": {"4": 5}, "nan": None,
-        "array": [0, 1], "broken": "<_Broken: its repr raised RuntimeError>", "text": "ü", "none": None, "true": True,
+    found = dict(_row(replace(group, prompt=replace(group.prompt, columns=columns))).columns)
+    assert "..." in str(found.pop("circle"))
+    assert found == {
+        "big": str(2**70), "nested": {"a": ["{2}"]}, "bad": "\\ud800", "3": {"4": 5}, "nan": None, "array": [0, 1],
     }  # fmt: skip
-
-
-class _Broken:
-    def __repr__(self) -> str:
-        raise RuntimeError("no repr")
-
-
-def test_columns_of_a_rollout_function_are_kept_and_log_extra_wins_a_clash() -> None:
-    first = replace(build_rollout("1-0"), reward_columns={"seat": 3, "note": "returned"})
-    second = replace(build_rollout("1-1"), reward_columns={"seat": {4}})
-    group = build_group(1, [first, second])
-    scored = ScoredGroup(
-        group=group,
-        samples=[],
-        rewards=[1.0, 1.0],
-        reward_parts=[{}, {}],
-        extra_columns={"note": ["logged", None]},
-    )
-    assert [rollout.extra for rollout in _row(group, scored=scored).rollouts] == [
-        {"seat": 3, "note": "logged"},
-        {"seat": "{4}", "note": None},
-    ]
-    never_scored = _row(build_group(2, [first])).rollouts[0]
-    assert never_scored.extra == {"seat": 3, "note": "returned"}

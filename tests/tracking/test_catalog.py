@@ -5,15 +5,6 @@ from __future__ import annotations
 from grpo_async.tracking.catalog import CATALOG, REDUCTIONS, describe
 
 
-def test_the_name_that_is_written_out_comes_before_the_pattern_which_names_its_part() -> None:
-    assert describe("rewards/judge/v2/mean").help == "mean of the reward `judge/v2`"
-    assert describe("tools/python/failure_frequency").help == "fraction of the calls of `python` that failed"
-    assert describe("sync/phase/pause_s").help == "seconds of the push until every server had paused"
-    assert describe("sync/phase/transfer_s").help == "seconds of the push: transfer"
-    info = describe("my/own")  # an unknown one is a mean and says so
-    assert (info.name, info.reduction, info.is_known) == ("my/own", "mean", False)
-
-
 def test_a_reduction_makes_one_value_of_several() -> None:
     # mean, min, max, sum, last
     assert [reduce([1.0, 4.0, 1.0]) for reduce in REDUCTIONS.values()] == [2.0, 1.0, 4.0, 6.0, 1.0]

@@ -91,23 +91,3 @@ def test_before_a_checkpoint_every_line_is_on_the_disk_or_it_is_an_error_and_non
         log.sync()
         log.close()
         assert _steps(path) == list(range(1, number + 1))
-
-
-def test_lines_that_somebody_removed_between_two_attempts_are_missed_by_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 5}\n')
-    MetricsWriter(path, first_step=3).close()
-    assert caplog.text == ""
-    MetricsWriter(path, first_step=6).close()
-    assert "metrics.jsonl has lines of only 2 of the 5 steps" in caplog.text
-
-
-def test_a_line_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    content = b'{"step": 1, "reward": 0.5}\n{"step": 2, "re\xffard": 0.5}\n{"step": 3}\n'
-    path.write_bytes(content)
-    log = MetricsWriter(path, first_step=4)
-    log.close()
-    assert _steps(path) == [1, 3]

@@ -57,18 +57,6 @@ def _config(*tracking: dict[str, Any]) -> ExperimentConfig:
     )
 
 
-def test_tensorboard_gets_every_finite_value(tmp_path: Path) -> None:
-    trackers = open_trackers(_config({"type": "tensorboard"}), RunDir(tmp_path))
-    trackers.log(1, {"reward": 0.5, "policy_loss": float("nan")})
-    trackers.log(2, {"reward": 0.75})
-    trackers.close()
-    (file,) = (tmp_path / "trackers" / "tensorboard").glob("events.out.tfevents.*")
-    content = file.read_bytes()
-    assert content.count(b"reward") == 2
-    assert trackers.shown_by == [f"tensorboard: tensorboard --logdir {tmp_path}/trackers/tensorboard"]
-    assert b"policy_loss" not in content
-
-
 def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,14 +87,6 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(caplog: pytest.LogCap
     assert [record.message for record in caplog.records] == [
         "tracker broken failed (further failures of it are not shown): OSError: no network"
     ]
-
-
-def test_a_missing_library_stops_the_run_and_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
-    with pytest.raises(ConfigError, match=r"pip install 'grpo-async\[tensorboard\]'"):
-        open_trackers(_config({"type": "tensorboard"}), RunDir(tmp_path))
 
 
 def test_a_tracker_that_cannot_be_set_up_stops_the_run_before_it_begins(

@@ -77,13 +77,6 @@ def evaluation(step: int, reward: float, **more: float) -> dict[str, Any]:
     return {"step": step, "when": "before" if step == 0 else "during", "metrics": metrics, "by_group": {}}
 
 
-def write_store(folder: Path, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Groups 0, 1, ..., as `append_simple` takes them."""
-    with LineStore(folder) as store:
-        for number, each in enumerate(groups):
-            append_simple(store, number, **each)
-
-
 def write_run(
     folder: Path,
     name: str = "run",
@@ -96,7 +89,7 @@ def write_run(
     summary: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> RunDir:
-    """A run directory below `folder`/runs."""
+    """A run directory below `folder`/runs, with groups 0, 1, ..., as `append_simple` takes them."""
     from grpo_async.config.loader import dump_config
 
     run_dir = RunDir(folder / "runs" / name)
@@ -108,7 +101,9 @@ def write_run(
     if evaluations:
         run_dir.evaluation_log.write_text("".join(json.dumps(row) + "\n" for row in evaluations))
     if groups:
-        write_store(run_dir.rollouts, groups)
+        with LineStore(run_dir.rollouts) as store:
+            for number, each in enumerate(groups):
+                append_simple(store, number, **each)
     if state is not None:
         run_dir.status.write_text(json.dumps({"version": 1, "state": state, "error": error}))
     if summary is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tests.support.browser import SIZES, WatchedPage, watched_page
+from tests.support.browser import WatchedPage, watched_page
 from tests.viewer.web.serving import Inspector
 
 if TYPE_CHECKING:
@@ -14,11 +14,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def opened(
-    browser: Browser, inspector: Inspector, view: str = "#/groups", *, size: tuple[int, int] = SIZES["wide"]
-) -> Iterator[WatchedPage]:
+def opened(browser: Browser, inspector: Inspector, view: str = "#/groups") -> Iterator[WatchedPage]:
     """A page that has exchanged the token and shows `view`; at the end nothing may have gone wrong in it."""
-    with watched_page(browser, origin=inspector.origin, size=size) as watched:
+    with watched_page(browser, origin=inspector.origin) as watched:
         watched.page.goto(inspector.url)
         ready(watched.page)
         go(watched.page, view)

@@ -73,12 +73,12 @@ def serving(*runs: Path | RunDir, folder: Path | None = None, host: str = "127.0
         registry.close()
 
 
-def write_stored_run(root: Path, *, num_steps: int = 4, groups_a_step: int = 3, word: str = "apple") -> Path:
+def write_stored_run(root: Path, *, num_steps: int = 4, groups_a_step: int = 3) -> Path:
     """A run of `num_steps` steps. Of each step's groups the first is of the prompt that every step has; the reward rises."""
     run = RunDir(root)
     run.create()
     with RolloutStore(run.rollouts) as store:
-        append_steps(store, range(1, num_steps + 1), groups_a_step=groups_a_step, word=word)
+        append_steps(store, range(1, num_steps + 1), groups_a_step=groups_a_step)
     return root
 
 

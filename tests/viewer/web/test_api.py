@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import webbrowser
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,25 +24,15 @@ from tests.store.builders import build_branched_rollout, build_group
 from tests.support.stored import LineStore
 from tests.viewer.support import steps, write_run
 from tests.viewer.web.serving import (
-    HOSTILE,
     LIMIT_S,
     TOKEN,
     Inspector,
     append_steps,
     serving,
-    write_hostile_run,
     write_stored_run,
 )
 
 BEARER = {"authorization": f"Bearer {TOKEN}"}
-
-
-@pytest.fixture(scope="module")
-def inspector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inspector]:
-    """Two runs: `one` of 4 steps with 3 groups of 4 rollouts each, `hostile`."""
-    folder = tmp_path_factory.mktemp("runs")
-    with serving(write_stored_run(folder / "one"), write_hostile_run(folder / "hostile")) as running:
-        yield running
 
 
 @pytest.fixture
@@ -98,33 +87,16 @@ def test_static_files_are_those_of_one_folder(inspector: Inspector, path: str) -
 # -- what is answered
 
 
-def test_pages_follow_each_other_without_gap_and_groups_are_ordered(inspector: Inspector) -> None:
-    first = inspector.json("api/rollouts", run="one", limit=30, sort="seq,index", count=1)
-    second = inspector.json("api/rollouts", run="one", limit=30, offset=30, sort="seq,index")
-    assert first["counts"] == {"rollouts": 48, "groups": 12}
-    ids = [row["rollout_id"] for row in first["rows"] + second["rows"]]
-    assert ids == [f"g{group}-r{index}" for group in range(12) for index in range(4)]
-    rows = inspector.json("api/groups", run="one", q="reward=0 and step<=2", sort="-id")["rows"]
-    assert [(row["group_id"], row["num_matching"], row["reward_mean"]) for row in rows] == [
-        (5, 2, 0.5), (4, 2, 0.5), (3, 2, 0.5), (2, 3, 0.25), (1, 3, 0.25), (0, 3, 0.25),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("view", "parameters", "status", "message"),
     [
         ("rollouts", {"limit": "501"}, 400, "limit"),
         ("rollouts", {"offset": "9" * 30}, 400, "offset"),
         ("rollouts", {"q": "a" * 5000}, 400, "characters"),
-        ("rollouts", {"sort": "nothing"}, 400, "nothing"),
         ("rollouts", {"sort": "reward; drop table rows"}, 400, "reward"),
-        ("status", {"run": "two"}, 404, "no run 'two' here; there are one, hostile"),
-        ("status", {"run": "../one"}, 404, "no run"),
-        ("report", {"run": "two"}, 404, "no run"),
-        ("group", {"id": "99"}, 404, "99"),
+        ("status", {"run": "../one"}, 404, "no run '../one' here; there are one, long, hostile"),
         ("group", {"id": "0", "seq": "99"}, 404, "seq 99"),
         ("rollout", {"id": "g1-r1", "seq": "0"}, 404, "the group with seq 0 has no rollout g1-r1"),
-        ("rollout", {"id": "g99-r0"}, 404, "there is no rollout g99-r0"),
         ("nothing", {}, 404, "nothing"),
     ],
 )
@@ -136,33 +108,12 @@ def test_what_is_wrong_or_not_there_is_named(
     assert message in answer.json()["error"]
 
 
-def test_a_rollout_comes_with_every_value_of_its_tokens(inspector: Inspector) -> None:
-    found = inspector.json("api/rollout", run="hostile", id="g0-r0")
-    tokens = found["tokens"]
-    assert tokens["completion_ids"] == [5, 6, 90, 91, 7]
-    assert tokens["mask"] == [1, 1, 0, 0, 1]
-    assert tokens["logprobs"] == [-0.5, -1.5, 0.0, 0.0, -3.5]
-    assert tokens["trainer_logprobs"] == [-1.0, -1.5, None, None, -2.0]  # None: the tool's tokens
-    assert tokens["weights"] == [1.0, 2.0, None, None, 3.0]
-    assert tokens["token_flags"] == [0, 1, None, None, 2]
-    assert tokens["flag_names"]["1"] == ["clipped low"]
-    assert tokens["texts"] is None
-    assert "token texts are left out" in tokens["texts_missing"]
-    assert found["rollout"]["turns"][0]["tool_calls"][0]["result"] == HOSTILE
-    assert found["prompt"][0]["content"] == "count to 3"
-    assert not {"logprobs", "reset_messages"} & found["rollout"].keys()
-    assert not {"rollouts", "messages"} & found["group"].keys()
-
-
 def test_evaluations_are_runs_of_their_own_and_runs_of_one_name_keep_apart(tmp_path: Path, small: Path) -> None:
     with RolloutStore(RunDir(small).evaluation(5)) as store:
         append_steps(store, [1], word="evaluated", groups_a_step=1)
     other = write_stored_run(tmp_path / "a@b,c" / "run", num_steps=2)
     for run, rate in ((small, 0.1), (other, 0.2)):
         RunDir(run).config.write_text(f"optimizer: {{lr: {rate}}}\n", encoding="utf-8")
-    for step, word in ((0, "before"), (2, "after")):
-        with RolloutStore(RunDir(other).evaluation(step)) as store:
-            append_steps(store, [1], word=word, groups_a_step=1)
     with serving(small, other) as inspector:
         runs = inspector.json("api/runs")["runs"]
         assert [run["name"] for run in runs] == [f"{tmp_path.name}/run", "a@b,c/run"]
@@ -170,8 +121,6 @@ def test_evaluations_are_runs_of_their_own_and_runs_of_one_name_keep_apart(tmp_p
         rows = inspector.json("api/rollouts", run=f"{tmp_path.name}/run@5", sort="index")["rows"]
         assert [row["completion_preview"] for row in rows] == [f"evaluated 1 {i}" for i in range(4)]
         assert inspector.json("api/status", run="a@b,c/run")["counts"]["groups"] == 6
-        rows = inspector.json("api/rollouts", run="a@b,c/run@2", sort="index")["rows"]
-        assert rows[0]["completion_preview"] == "after 1 0"
         one, other = f"{tmp_path.name}/run", "a@b%2Cc/run"
         compared = inspector.json("api/config", run=one, compare_with=f"{one},{other},{other}")
         assert compared["runs"] == [one, "a@b,c/run"], "the heads of the values"
@@ -215,14 +164,11 @@ def test_slow_queries_are_504_and_end_and_leave_room_for_others(
 # -- starting
 
 
-def test_a_port_that_is_taken_and_an_address_of_others_are_said_before_anything_is_served(small: Path) -> None:
-    root = RunDir(small)
+def test_a_port_that_is_taken_is_said_before_anything_is_served(small: Path) -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port}.*--port"):
-            serve([root], port=port)
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
-        serve([root], host="192.0.2.1")
+            serve([RunDir(small)], port=port)
 
 
 def test_beyond_loopback_addresses_are_answered_and_foreign_names_are_not(small: Path) -> None:

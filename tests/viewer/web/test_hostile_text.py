@@ -35,9 +35,9 @@ _OVER = """() => new Promise(done => requestAnimationFrame(() => requestAnimatio
 
 
 def test_every_view_shows_what_models_data_and_tools_write_as_text_and_fits_its_window(
-    browser: Browser, inspected: Inspector
+    browser: Browser, inspector: Inspector
 ) -> None:
-    with opened(browser, inspected) as watched:
+    with opened(browser, inspector) as watched:
         page = watched.page
         for view in (*VIEWS, "#/groups?run=long", "#/rollouts?run=long", "#/prompts?run=long"):
             go(page, view)
@@ -56,11 +56,11 @@ def test_every_view_shows_what_models_data_and_tools_write_as_text_and_fits_its_
         page.wait_for_selector("text=3 rollouts in 2 groups")
 
 
-def test_the_page_and_the_terminal_make_the_same_characters_visible(browser: Browser, inspected: Inspector) -> None:
+def test_the_page_and_the_terminal_make_the_same_characters_visible(browser: Browser, inspector: Inspector) -> None:
     """Control characters, and all marks that change the direction of text (`Bidi_Control` of Unicode)."""
     marks = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
     controls = "".join(map(chr, [*range(0x20), *range(0x7F, 0xA0)]))
-    with opened(browser, inspected) as watched:
+    with opened(browser, inspector) as watched:
         call = "async text => (await import('/static/web/dom.js')).visible(text)"
         found = watched.page.evaluate(call, f"a{marks}{controls}é\r\n")
     assert found == visible(f"a{marks}{controls}é\r\n")
@@ -68,10 +68,10 @@ def test_the_page_and_the_terminal_make_the_same_characters_visible(browser: Bro
     assert set(found) & set(controls) == {"\t", "\n"}
 
 
-def test_markup_in_the_address_is_text(browser: Browser, inspected: Inspector) -> None:
-    with watched_page(browser, origin=inspected.origin) as watched:
+def test_markup_in_the_address_is_text(browser: Browser, inspector: Inspector) -> None:
+    with watched_page(browser, origin=inspector.origin) as watched:
         page = watched.page
-        page.goto(inspected.url)
+        page.goto(inspector.url)
         ready(page)
         markup = "%3Cimg%20src=x%20onerror=alert(1)%3E"
         for view in (
@@ -85,10 +85,10 @@ def test_markup_in_the_address_is_text(browser: Browser, inspected: Inspector) -
         assert [error for error in watched.errors if "40" not in error] == []
 
 
-def test_the_policy_stops_a_script_that_got_in(browser: Browser, inspected: Inspector) -> None:
-    with watched_page(browser, origin=inspected.origin) as watched:
+def test_the_policy_stops_a_script_that_got_in(browser: Browser, inspector: Inspector) -> None:
+    with watched_page(browser, origin=inspector.origin) as watched:
         page = watched.page
-        page.goto(inspected.url)
+        page.goto(inspector.url)
         ready(page)
         page.evaluate("() => { const s = document.createElement('script'); s.id = 'in'; document.body.append(s); }")
         tried = page.evaluate(

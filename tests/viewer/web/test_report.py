@@ -16,7 +16,6 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_async.cli.app import app
-from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.viewer.web.report import write_report
 from tests.support.browser import WatchedPage, watched_page
@@ -43,8 +42,8 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
         metrics=steps(20),
         evaluations=[evaluation(0, 0.1), evaluation(20, 0.9, majority_baseline=0.2, mean_length=12345.6)],
         groups=[
-            {"rewards": [0.0, 1.0], "text": "first prompt", "answer": "an answer", "step": 1},
-            {"rewards": [1.0, 1.0], "text": "first prompt", "answer": "a better answer", "step": 9},
+            {"rewards": [0.0, 1.0], "step": 1},
+            {"rewards": [1.0, 1.0], "step": 9},
         ],
         summary={"status": "finished", "wall_s": 125.0, "engine": "embedded"},
     )
@@ -54,38 +53,11 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
     assert ["held-out reward", "0.1 → 0.9", "always the most frequent answer: 0.2"] in top["statistics"]
     assert "from 0.1 to 0.9: +0.800" in top["verdict"]["text"]
     (table,) = top["tables"]
-    assert [row[0] for row in table["rows"]] == ["step 0, before training", "step 20"]
     assert table["rows"][1][1:] == ["0.9", "0.02", "100", "0.9", "12,346", "0.2"]
     assert [row["reward"] for row in found["rollouts"]["rows"]] == [1.0, 0.0, 1.0, 1.0]
     assert found["rollouts"]["counts"] == {"rollouts": 4, "groups": 2}
     drawn = {plot["name"] for chapter in found["curves"]["chapters"] for plot in chapter["plots"]}
     assert {"reward", "held-out", "staleness-ages", "ledger"} <= drawn
-
-
-def test_why_a_run_does_not_learn_stands_there_with_the_command_that_shows_it(tmp_path: Path) -> None:
-    metrics = steps(20, first=0.0, last=0.0, frac_reward_zero_std=1.0, reward_max=0.0)
-    run = write_run(tmp_path, metrics=metrics, groups=[{"rewards": [0.0, 0.0]}])
-    top = _answers(run)["run"]
-    assert top["verdict"]["text"].startswith("It does not learn: all rewards are 0.")
-    commands = [each["command"] for each in top["findings"]]
-    assert f"grpo-async inspect-rollouts {run.root} group_std=0 --sort step" in commands
-
-
-def test_replayed_steps_are_side_by_side_with_the_tokens_that_differ_most(tmp_path: Path) -> None:
-    run = write_run(tmp_path, metrics=steps(4))
-    run.replays.mkdir()
-    found = {
-        "step": 3, "changes": ["loss.type: dapo -> gspo"], "cosine": 0.75, "recorded": {"loss": 0.5, "grad_norm": None},
-        "own": {"loss": 0.5, "grad_norm": 2.0}, "other": {"loss": 0.25}, "tokens": [["g1-r0", 7, HOSTILE, 1e-3, -2e-3]],
-    }  # fmt: skip
-    (run.replays / "step_3.1.json").write_text(json.dumps(found))
-    (run.replays / "step_3.2.json").write_text("{")  # is being written, or damaged
-    page = _answers(run)["run"]
-    metrics, tokens = page["tables"]
-    assert metrics["caption"] == "Replay of step 3: loss.type: dapo -> gspo"
-    assert metrics["rows"][:2] == [["loss", "0.5", "0.5", "0.25"], ["grad_norm", "", "2", ""]]
-    assert tokens["rows"][0][3:] == ["+1.00e-03", "-2.00e-03"]
-    assert any("step_3.2.json" in each for each in page["problems"])
 
 
 def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -105,17 +77,6 @@ def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert found["rollouts"]["counts"] == {"rollouts": 2, "groups": 1}
 
 
-def test_an_old_run_is_read_as_far_as_it_is_understood(tmp_path: Path) -> None:
-    run = write_run(tmp_path, metrics=steps(8), state=None, summary={"status": "finished", "steps": 8})
-    run.config.write_text("model: {path: m}\nan_old_section: {x: 1}\n")
-    (run.rollouts / "store.json").write_text("{]}\n")
-    found = _answers(run)
-    assert "The run finished after 8 steps" in found["run"]["outcome"]
-    assert ["an_old_section.x", "1"] in found["config"]["settings"]
-    assert any("store.json" in each for each in found["run"]["problems"])
-    assert found["rollouts"] is None
-
-
 @pytest.mark.parametrize("content", ["", "not json\n", '[1, 2]\n"x"\n', '{"step": "a"}\n', "\x00\xff\n"])
 def test_files_that_hold_something_else_do_not_break_the_report(tmp_path: Path, content: str) -> None:
     run = write_run(tmp_path, metrics=steps(3))
@@ -129,29 +90,18 @@ def test_the_file_has_no_secrets_names_no_other_address_and_stays_small(tmp_path
     config = {"rewards": [reward], "tracking": [{"type": "wandb", "project": "hidden-project"}]}
     long = {"rewards": [0.0, 1.0], "answer": "x" * 1_500_000}
     run = write_run(tmp_path, metrics=steps(10_000), config=config, groups=[long] * 4)
-    (run.logs / "attempt_1").mkdir(parents=True)
-    (run.logs / "attempt_1" / "trainer.log").write_text("listening on 10.9.8.7\n")
     page = write_report(run).read_text(encoding="utf-8")
-    for secret in ("sk-secret", "hidden-project", "10.9.8.7"):
+    for secret in ("sk-secret", "hidden-project"):
         assert secret not in page
     assert not re.findall(r"<(?:link|img|iframe|object|embed|base|form)\b", page[: page.index('id="report"')])
     assert not re.findall(r"<script[^>]*\ssrc=", page)
     assert not re.findall(r"@import|url\(", page)
     answers = answers_of(run.report)
-    assert "rollout" in {view for view, *_ in answers}
     assert len(page) < 6_000_000, "of rollouts at most 4 MB; eight of them have 1.5 MB each"
     assert len(page) - sum(len(json.dumps(a)) for view, _, a, _ in answers if view == "rollout") < 2_000_000
     curves = next(answer for view, _, answer, _ in answers if view == "curves")
     (reward_plot,) = (plot for plot in curves["chapters"][0]["plots"] if plot["name"] == "reward")
-    assert len(reward_plot["options"]["x"]) == 500
-    assert reward_plot["options"]["x"][-1] == 10_000
-
-
-def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path, metrics=steps(3))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--out .*file/x.html: "):
-        write_report(run, tmp_path / "file" / "x.html")
+    assert (len(reward_plot["options"]["x"]), reward_plot["options"]["x"][-1]) == (500, 10_000)
 
 
 def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
@@ -195,12 +145,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def _opened(
-    browser: Browser,
-    file: Path,
-    *,
-    left: list[str] | None = None,
-) -> Iterator[WatchedPage]:
+def _opened(browser: Browser, file: Path, *, left: list[str] | None = None) -> Iterator[WatchedPage]:
     """The file, with no way out: a request for anything else that would leave the browser is refused, and noted in `left`. At the
     end nothing may have gone wrong."""
     with watched_page(browser) as watched:
@@ -221,32 +166,20 @@ def _opened(
 
 def test_a_report_opens_as_a_file_and_leads_from_the_verdict_to_the_tokens(browser: Browser, tmp_path: Path) -> None:
     run = RunDir(write_stored_run(tmp_path / "good"))
-    write_run(
-        tmp_path / "other",
-        "good",
-        metrics=steps(20, sampling__ess=0.4),
-        evaluations=[evaluation(0, 0.1), evaluation(20, 0.9)],
-    )
+    evaluations = [evaluation(0, 0.1), evaluation(20, 0.9)]
+    write_run(tmp_path / "other", "good", metrics=steps(20, sampling__ess=0.4), evaluations=evaluations)
     for name in ("metrics.jsonl", "evaluations.jsonl", "status.json", "config.yaml"):
         (tmp_path / "other" / "runs" / "good" / name).rename(run.root / name)
     with _opened(browser, write_report(run)) as watched:
         page = watched.page
         assert page.get_attribute(".verdict", "data-verdict") == "learns"
         assert page.locator(".overview .chart-plot canvas").first.evaluate(_HAS_COLOR, LIGHT_BLUE)
-        assert "Evaluations" in page.locator("h3").all_inner_texts()
         assert page.locator("#bar nav a").all_inner_texts() == ["Overview", "Curves", "Rollouts", "Settings"]
-        for gone in ("button:has-text('Report')", "#run", ".run-status"):
-            assert page.locator(gone).count() == 0, gone
         page.click(".findings li:has-text('Samples are off policy') >> text=See the plot")
-        page.wait_for_selector(".curves .uplot")
-        assert page.locator(".curves .chart h3").all_inner_texts() == ["Importance ratio"]
+        page.wait_for_selector(".curves .chart h3:has-text('Importance ratio')")
         page.click("#bar nav >> text=Curves")
         page.wait_for_selector("h2:has-text('The pipeline')")
         assert page.locator(".curves .chart-plot canvas").count() >= 15
-        page.fill("[aria-label='Find a plot']", "entropy")
-        page.locator(".curves .chart-plot").first.focus()
-        page.keyboard.press("Home")
-        assert page.locator(".curves .chart-at").first.inner_text() == "step 1"
         page.click("#bar nav >> text=Settings")
         page.wait_for_selector("td:has-text('training.max_steps')")
         page.click("#bar nav >> text=Rollouts")
@@ -256,10 +189,6 @@ def test_a_report_opens_as_a_file_and_leads_from_the_verdict_to_the_tokens(brows
         page.click("button:has-text('Tokens')")
         page.locator("[data-token='0']").hover()
         assert "sampler logprob" in page.locator(".tip").inner_text()
-        page.keyboard.press("Escape")
-        page.wait_for_selector("h1:has-text('Group')")
-        ready(page)
-        assert 0 < page.locator("article a[href]").count() < 4, "what the file lacks has no link"
 
 
 def test_text_of_models_data_and_settings_stays_text_in_every_view(browser: Browser, report: Path) -> None:
