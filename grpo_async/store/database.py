@@ -22,6 +22,8 @@ from grpo_async.utils.processes import usable_cpus
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
+_INTERRUPT_S = 0.1  # again and again: an interruption before the query begins is lost
+
 _deadline: ContextVar[float | None] = ContextVar("_deadline", default=None)
 
 
@@ -98,13 +100,20 @@ def interrupted_in_time(connection: DuckDBPyConnection) -> Iterator[None]:
     if deadline is None:
         yield
         return
-    timer = threading.Timer(max(0.0, deadline - time.monotonic()), connection.interrupt)
-    timer.daemon = True
-    timer.start()
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        wait_s = max(0.0, deadline - time.monotonic())
+        while not ended.wait(wait_s):
+            connection.interrupt()
+            wait_s = _INTERRUPT_S
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
     try:
         yield
     except duckdb.InterruptException as error:
         raise TimeoutError("the query timed out") from error
     finally:
-        timer.cancel()
-        timer.join(timeout=10.0)  # an interruption under way must not meet a closed connection
+        ended.set()
+        thread.join(timeout=10.0)  # an interruption under way must not meet a closed connection

@@ -56,9 +56,9 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
-def _verdict(program: bytes, machine: int, number: int, argument: int = 0) -> int:
+def _verdict(program: bytes, machine: int, number: int, argument: int = 0, second: int = 1) -> int:
     """Runs the filter as the kernel does: 0 = allowed, else the errno."""
-    data = struct.pack("<IIQQ", number, machine, 0, argument)
+    data = struct.pack("<IIQQQ", number, machine, 0, argument, second)
     lines, at, value = list(struct.iter_unpack("HBBI", program)), 0, 0
     while True:
         code, if_true, if_false, operand = lines[at]
@@ -67,6 +67,8 @@ def _verdict(program: bytes, machine: int, number: int, argument: int = 0) -> in
             return 0 if operand == 0x7FFF0000 else operand & 0xFFFF
         if code == 0x20:
             (value,) = struct.unpack_from("<I", data, operand)
+        elif code == 0x54:
+            value &= operand
         else:
             holds = {0x15: value == operand, 0x35: value >= operand}[code]
             at += if_true if holds else if_false
@@ -77,8 +79,8 @@ def test_the_filter_allows_what_it_lists_on_either_machine(machine: str, column:
     audit = seccomp._AUDIT[machine]
     program = seccomp._program(machine)
 
-    def verdict(x86: int, arm: int, argument: int = 0) -> int:
-        return _verdict(program, audit, (x86, arm)[column], argument)
+    def verdict(x86: int, arm: int, *arguments: int) -> int:
+        return _verdict(program, audit, (x86, arm)[column], *arguments)
 
     # write, mmap, openat, execve, exit_group, newfstatat
     allowed = [(1, 64), (9, 222), (257, 56), (59, 221), (231, 94), (262, 79)]
@@ -99,6 +101,8 @@ def test_the_filter_allows_what_it_lists_on_either_machine(machine: str, column:
     for numbers, expected in ((allowed, 0), (denied, 1), (newer, 38)):
         assert {verdict(*each) for each in numbers} == {expected}
     assert (verdict(53, 199, 1), verdict(53, 199, 2)) == (0, 1)  # socketpair: unix, internet
+    kinds = [verdict(53, 199, 1, kind) for kind in (1, 1 | 0x80800, 2, 3, 2 | 0x80000)]
+    assert kinds == [0, 0, 1, 1, 1]  # stream, with flags; datagram, raw, datagram with a flag
     assert (verdict(302, 261, 0), verdict(302, 261, 1)) == (0, 1)  # prlimit: of itself, of another
     assert (verdict(62, 129, os.getpid()), verdict(62, 129, 1)) == (0, 1)  # kill: itself, another
     assert (verdict(157, 167, 15), verdict(157, 167, 1)) == (0, 1)  # prctl: its name, the parent-death signal

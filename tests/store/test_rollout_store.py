@@ -244,3 +244,11 @@ def test_the_same_checkpoint_may_be_gone_on_from_again_and_again(tmp_path: Path)
         resumed.supersede_from(later, step=2)
         _append(resumed, 13)
     assert _seqs(tmp_path) == [(0, 0), (3, 11), (5, 13)]
+
+
+def test_a_fork_misses_nothing_of_what_its_parent_has(tmp_path: Path) -> None:
+    with LineStore(tmp_path) as forked:
+        forked.supersede_from(96, step=6)
+        _append(forked, 1)
+    assert _seqs(tmp_path) == [(96, 1)]
+    assert not read_metadata(tmp_path).notes(tmp_path)

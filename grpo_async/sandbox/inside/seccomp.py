@@ -12,10 +12,10 @@ import struct
 from grpo_async.utils.kernel import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, prctl
 
 _EPERM, _ENOSYS, _EOPNOTSUPP = 1, 38, 95
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _RETURN, _AND = 0x20, 0x15, 0x35, 0x06, 0x54
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000
-_NUMBER_AT, _MACHINE_AT, _ARGUMENT_AT = 0, 4, 16
-_UNIX = 1
+_NUMBER_AT, _MACHINE_AT, _ARGUMENT_AT, _SECOND_AT = 0, 4, 16, 24
+_UNIX, _STREAM, _TYPE_MASK = 1, 1, 0xF
 _X32 = 0x40000000  # on x86-64: bit of the numbers of the x32 ABI
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
@@ -109,7 +109,17 @@ def _program(machine: str) -> bytes:
     for number in words[1 + column :: 3]:
         if number != "-":
             lines += [_line(_EQUAL, int(number), 0, 1), _line(_RETURN, _ALLOW)]
-    lines += _if_first_argument(_SOCKETPAIR[column], _UNIX)
+    # A pair of datagram sockets (SOCK_RAW makes them too) sends to every path and name of a Unix socket.
+    pair = [
+        _line(_LOAD, _ARGUMENT_AT),
+        _line(_EQUAL, _UNIX, 0, 4),
+        _line(_LOAD, _SECOND_AT),
+        _line(_AND, _TYPE_MASK),
+        _line(_EQUAL, _STREAM, 0, 1),
+        _line(_RETURN, _ALLOW),
+        _fail(_EPERM),
+    ]
+    lines += [_line(_EQUAL, _SOCKETPAIR[column], 0, len(pair)), *pair]
     lines += _if_first_argument(_KILL[column], os.getpid())
     lines += _if_first_argument(_TGKILL[column], os.getpid())
     lines += _if_first_argument(_PRLIMIT[column], 0)  # 0 means the process itself
