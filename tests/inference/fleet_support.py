@@ -67,7 +67,6 @@ def watched(
     interval_s: float = 0.1,
     timeout_s: float = 20.0,
     startup_timeout_s: float = 60.0,
-    token: str | None = None,
 ) -> Iterator[Watch]:
     """A fleet that is started, and closed at the end of the `with` block. By default nothing but a broken connection fences."""
     watch: Watch
@@ -93,7 +92,7 @@ def watched(
         heartbeat_timeout_s=timeout_s,
         startup_timeout_s=startup_timeout_s,
     )
-    fleet = Fleet(urls, inference, token=token, control_timeout_s=20.0, ask_restart=ask if spawned else None)
+    fleet = Fleet(urls, inference, token=None, control_timeout_s=20.0, ask_restart=ask if spawned else None)
     watch = Watch(fleet)
     watch.states.append([ServerState.STARTING] * len(urls))
     fleet.subscribe(note)
