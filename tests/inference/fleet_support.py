@@ -41,10 +41,6 @@ class Watch:
             self.wait(lambda server=server: server in self.heartbeats, "the heartbeat that follows a change")
         return self.fleet.serving()
 
-    def wait_heartbeats(self, number: int, *, since: int) -> None:
-        """Until so many more were answered than the `since` of an earlier moment, which was len(heartbeats)."""
-        self.wait(lambda: len(self.heartbeats) >= since + number, f"{number} heartbeats")
-
     def tell(self, event: str, detail: str = "", index: int = 0, **more: str) -> None:
         """A message of the launcher."""
         self.fleet.on_server_event({"kind": "server_event", "index": index, "event": event, "detail": detail, **more})

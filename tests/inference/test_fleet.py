@@ -71,21 +71,6 @@ def test_a_server_that_comes_with_a_node_or_moves_to_another_is_found_at_its_new
         assert (watch.restarts, len(watch.fleet.failures)) == ([], 1)
 
 
-def test_one_broken_connection_is_no_death() -> None:
-    """Only a second one in a row counts."""
-    with local_server() as server, watched([server.url], interval_s=600.0) as watch:
-        watch.serve_all()
-        for _ in range(3):
-            since, asked = len(watch.heartbeats), len(server.asked("/is_paused"))
-            server.hangs.add("/is_paused")
-            watch.fleet.suspect(0)
-            server.wait_for(lambda asked=asked: len(server.asked("/is_paused")) > asked, "the heartbeat")
-            _wake_up(server)
-            watch.wait_heartbeats(1, since=since)
-        assert watch.states[-1] == [SERVING]
-        assert watch.fleet.failures == []
-
-
 def test_a_hung_engine_is_fenced_after_the_timeout_and_comes_back_as_a_new_instance_only() -> None:
     """Although /health answers 200: its restart was requested, and until then it would generate with weights that are out of
     date."""

@@ -7,15 +7,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from grpo_async.inference.fleet import ServerEvent
 from grpo_async.launch import servers as servers_module
 from grpo_async.launch.children import Child, Children
 from grpo_async.launch.plan import ProcessSpec
@@ -85,19 +83,6 @@ def test_a_server_that_dies_or_hangs_is_killed_with_all_that_it_left_and_started
     assert (_logs(tmp_path) / "server.restart_1.log").read_text() == "serving\nasked to end\n"
 
 
-def test_a_server_that_dies_after_every_restart_is_given_up_with_its_own_last_lines(tmp_path: Path) -> None:
-    with _served(tmp_path, server="crash-again", max_restarts=2) as launcher:
-        _begin(launcher)
-        _signal(launcher, "server", signal.SIGUSR1)
-        assert launcher.end() == 1
-        assert launcher.left() == {}
-        error = launcher.output[launcher.output.index("error: ") :]
-        assert "the inference server was given up after 2 consecutive restarts (inference.max_restarts)" in error
-        assert "  KV cache does not fit\n  giving up\n" in error
-        assert "the card is on fire" not in error  # that was before the first restart
-        assert "server.restart_2.log" in error
-
-
 def test_with_another_server_the_run_goes_on_and_ends_only_with_the_last(tmp_path: Path) -> None:
     with _served(tmp_path, max_restarts=0, replicas=2) as launcher:
         _begin(launcher, "server0", "server1")
@@ -113,95 +98,43 @@ def test_with_another_server_the_run_goes_on_and_ends_only_with_the_last(tmp_pat
             assert f"inference server {index} was given up after 0 consecutive restarts" in error
 
 
-class News:
-    """What is told of a server."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, str, int]] = []
-        self.notes: list[str] = []
-
-    def server_event(self, index: int, event: ServerEvent, detail: str, num_restarts: int) -> None:
-        self.events.append((event, detail, num_restarts))
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def warning(self, text: str) -> None:
-        pass
-
-    async def wait_for(self, event: str, num_restarts: int) -> None:
-        await until(lambda: any((event, num_restarts) == (name, number) for name, _, number in self.events))
-
-
-@asynccontextmanager
-async def _started(news: News, folder: Path, *, max_restarts: int = 3) -> AsyncIterator[Servers]:
-    """One server, which does nothing and is restarted without delay."""
-    config = make_config(folder, inference={**FAST, "max_restarts": max_restarts})
-    display: Any = news
-    command = (sys.executable, "-c", "import signal; signal.pause()")
-    names = {"name": "inference server", "log_name": "server.log"}
-    spec = ProcessSpec(command=command, environment={}, num_processes=1, threads=1, **names)
-    async with Children(folder, folder, news.warning) as children:
-
-        async def spawn(index: int, num_restarts: int) -> Child:
-            return await children.spawn(spec, num_restarts=num_restarts)
-
-        servers = Servers(config.inference, ["inference server"], spawn, display, news.server_event)
-        async with servers.running():
-            await until(lambda: servers.children or servers.lost.is_set())
-            yield servers
-
-
-def _serves(servers: Servers, num_restarts: int = 0) -> None:
-    servers.receive({"kind": "server_serving", "index": 0, "num_restarts": num_restarts})
-
-
-def _ask_restart(servers: Servers, reason: str, num_restarts: int) -> None:
-    servers.receive({"kind": "restart_server", "index": 0, "reason": reason, "num_restarts": num_restarts})
-
-
-def test_a_request_that_crossed_a_restart_does_not_end_the_restarted_server(tmp_path: Path) -> None:
-    news = News()
-
-    async def main() -> None:
-        async with _started(news, tmp_path) as servers:
-            _serves(servers, 0)
-            servers.children[0].kill()
-            await news.wait_for("starting", 1)
-            _ask_restart(servers, "an old request", 0)
-            await asyncio.sleep(0.2)
-            assert (len(servers.children), news.events[-1][0]) == (1, "starting")
-            _serves(servers, 0)
-            assert "serves again" not in news.notes[-1]  # what served before the restart is no news of what runs now
-            _serves(servers, 1)
-            assert "serves again" in news.notes[-1]
-            _ask_restart(servers, "a new request", 1)
-            await news.wait_for("starting", 2)
-
-    asyncio.run(main())
-    assert [detail for event, detail, _ in news.events if event == "exited"][1] == "was killed: a new request"
-
-
 @pytest.mark.parametrize("served_long", [True, False])
 def test_restarts_are_counted_anew_after_a_long_service_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served_long: bool
 ) -> None:
     """One whose machine is lost is not counted at all."""
     monkeypatch.setattr(servers_module, "_RESTART_RESET_S", 0.0 if served_long else 600.0)
-    news = News()
+    config = make_config(tmp_path, inference={**FAST, "max_restarts": 1})
+    command = (sys.executable, "-c", "import signal; signal.pause()")
+    names = {"name": "inference server", "log_name": "server.log"}
+    spec = ProcessSpec(command=command, environment={}, num_processes=1, threads=1, **names)
+    display: Any = SimpleNamespace(note=print, warning=print)
+    told: list[tuple[str, int]] = []
+
+    def tell(event: str, num_restarts: int, **_: Any) -> None:
+        told.append((event, num_restarts))
 
     async def main() -> bool:
-        async with _started(news, tmp_path, max_restarts=1) as servers:
-            (child,) = servers.children
-            child.is_lost = True
-            child.kill()
-            await news.wait_for("starting", 1)
-            _serves(servers, 1)
-            servers.children[0].kill()
-            await news.wait_for("starting", 2)
-            _serves(servers, 2)
-            servers.children[0].kill()
-            await (news.wait_for("starting", 3) if served_long else news.wait_for("given_up", 2))
-            return servers.lost.is_set()
+        async with Children(tmp_path, tmp_path, display.warning) as children:
+
+            async def spawn(index: int, num_restarts: int) -> Child:
+                return await children.spawn(spec, num_restarts=num_restarts)
+
+            servers = Servers(config.inference, ["inference server"], spawn, display, tell)
+
+            async def kill(event: str, num_restarts: int, *, is_lost: bool = False) -> None:
+                (child,) = servers.children
+                child.is_lost = is_lost
+                child.kill()
+                await until(lambda: (event, num_restarts) in told)
+
+            async with servers.running():
+                await until(lambda: servers.children)
+                await kill("starting", 1, is_lost=True)
+                servers.receive({"kind": "server_serving", "index": 0, "num_restarts": 1})
+                await kill("starting", 2)
+                servers.receive({"kind": "server_serving", "index": 0, "num_restarts": 2})
+                await (kill("starting", 3) if served_long else kill("given_up", 2))
+                return servers.lost.is_set()
 
     assert asyncio.run(main()) is not served_long
