@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,29 +100,39 @@ def test_with_another_server_the_run_goes_on_and_ends_only_with_the_last(tmp_pat
             assert f"inference server {index} was given up after 0 consecutive restarts" in error
 
 
+@asynccontextmanager
+async def _started(folder: Path, told: list[tuple[str, int]], *, max_restarts: int = 3) -> AsyncIterator[Servers]:
+    """One server, which does nothing and is restarted without delay; `told` gets events, with the restarts until then."""
+    config = make_config(folder, inference={**FAST, "max_restarts": max_restarts})
+    command = (sys.executable, "-c", "import signal; signal.pause()")
+    names = {"name": "inference server", "log_name": "server.log"}
+    spec = ProcessSpec(command=command, environment={}, num_processes=1, threads=1, **names)
+    display: Any = SimpleNamespace(note=print, warning=print)
+
+    def tell(event: str, num_restarts: int, **_: Any) -> None:
+        told.append((event, num_restarts))
+
+    async with Children(folder, folder, display.warning) as children:
+
+        async def spawn(index: int, num_restarts: int) -> Child:
+            return await children.spawn(spec, num_restarts=num_restarts)
+
+        servers = Servers(config.inference, ["inference server"], spawn, display, tell)
+        async with servers.running():
+            await until(lambda: bool(servers.children))
+            yield servers
+
+
 @pytest.mark.parametrize("served_long", [True, False])
 def test_restarts_are_counted_anew_after_a_long_service_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served_long: bool
 ) -> None:
     """One whose machine is lost is not counted at all."""
     monkeypatch.setattr(servers_module, "_RESTART_RESET_S", 0.0 if served_long else 600.0)
-    config = make_config(tmp_path, inference={**FAST, "max_restarts": 1})
-    command = (sys.executable, "-c", "import signal; signal.pause()")
-    names = {"name": "inference server", "log_name": "server.log"}
-    spec = ProcessSpec(command=command, environment={}, num_processes=1, threads=1, **names)
-    display: Any = SimpleNamespace(note=print, warning=print)
     told: list[tuple[str, int]] = []
 
-    def tell(event: str, num_restarts: int, **_: Any) -> None:
-        told.append((event, num_restarts))
-
     async def main() -> bool:
-        async with Children(tmp_path, tmp_path, display.warning) as children:
-
-            async def spawn(index: int, num_restarts: int) -> Child:
-                return await children.spawn(spec, num_restarts=num_restarts)
-
-            servers = Servers(config.inference, ["inference server"], spawn, display, tell)
+        async with _started(tmp_path, told, max_restarts=1) as servers:
 
             async def kill(event: str, num_restarts: int, *, is_lost: bool = False) -> None:
                 (child,) = servers.children
@@ -128,13 +140,27 @@ def test_restarts_are_counted_anew_after_a_long_service_only(
                 child.kill()
                 await until(lambda: (event, num_restarts) in told)
 
-            async with servers.running():
-                await until(lambda: servers.children)
-                await kill("starting", 1, is_lost=True)
-                servers.receive({"kind": "server_serving", "index": 0, "num_restarts": 1})
-                await kill("starting", 2)
-                servers.receive({"kind": "server_serving", "index": 0, "num_restarts": 2})
-                await (kill("starting", 3) if served_long else kill("given_up", 2))
-                return servers.lost.is_set()
+            await kill("starting", 1, is_lost=True)
+            servers.receive({"kind": "server_serving", "index": 0, "num_restarts": 1})
+            await kill("starting", 2)
+            servers.receive({"kind": "server_serving", "index": 0, "num_restarts": 2})
+            await (kill("starting", 3) if served_long else kill("given_up", 2))
+            return servers.lost.is_set()
 
     assert asyncio.run(main()) is not served_long
+
+
+def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: Path) -> None:
+    """The trainer waits for it in a push, and has a checkpoint to write."""
+    told: list[tuple[str, int]] = []
+
+    async def main() -> int:
+        async with _started(tmp_path, told) as servers:
+            (child,) = servers.children
+            servers.stop_restarting()
+            servers.receive({"kind": "restart_server", "index": 0, "reason": "it does not answer", "num_restarts": 0})
+            await asyncio.wait([child.exited], timeout=START_S)
+            return child.exited.result()
+
+    assert asyncio.run(main()) == -signal.SIGKILL
+    assert told == []
