@@ -18,12 +18,11 @@ def quickstart_files() -> None:
 
 @dataclass(frozen=True, slots=True)
 class GoldenRun:
-    """Four steps with `--json-logs`, then a resume to six with `--quiet`: two evaluations and checkpoints in it, two updates a
-    step of which the second clips. Read only."""
+    """Four steps with `--json-logs`, then a resume to six: two evaluations and checkpoints in it, two updates a step of which the
+    second clips. Read only."""
 
     run: Run
     json_logs: str
-    quiet: str
 
 
 @pytest.fixture(scope="session")
@@ -42,12 +41,11 @@ def golden_run(quickstart_files: None, tmp_path_factory: pytest.TempPathFactory)
         "loss.epsilon_high=0.02",
         "record.advise_every_steps=2",
         "record.report=true",
-        "tracking=[{type: tensorboard}]",
         "training.max_steps=4",
     )
     run = make_run(tmp_path_factory.mktemp("golden"), "quickstart.yaml", settings)
     first = run_command("train", str(run.config), "--json-logs")
     assert first.returncode == 0, first.stderr[-3000:] + run.logs()[-3000:]
-    again = run_command("train", str(run.config), "--resume", "latest", "--quiet", "--set", "training.max_steps=6")
+    again = run_command("train", str(run.config), "--resume", "latest", "--set", "training.max_steps=6")
     assert again.returncode == 0, again.stderr[-3000:] + run.logs()[-3000:]
-    return GoldenRun(run, first.stdout, again.stdout)
+    return GoldenRun(run, first.stdout)

@@ -10,7 +10,6 @@ import pytest
 
 from grpo_async import Run, load_config, train
 from grpo_async.errors import ConfigError
-from grpo_async.tracking.timeline import read_spans
 from tests.e2e.support import REPOSITORY, SMALL, assert_on_policy, make_run
 from tests.support.chat_families import template_path
 from tests.support.stored import read_groups
@@ -65,7 +64,7 @@ def test_environments_tools_and_rewards_written_for_trl_run_unchanged(tmp_path: 
             f"rewards=[{{function: '{TRL}:only_wordle'}}]",
         ),
     )
-    _, printed = run.complete()
+    run.complete()
     metrics = run.metrics()[-1]
     assert metrics["tools/call_frequency"] > 0.5
     assert metrics["rollout/num_turns"] > 1.0
@@ -77,14 +76,6 @@ def test_environments_tools_and_rewards_written_for_trl_run_unchanged(tmp_path: 
     # only its environment's tools are a rollout's
     assert any("there is no tool 'guess'" in result for result in results)
     assert any(result.isdecimal() for result in results)
-    assert "parser" in printed  # the plan says how calls are read
-    spans = list(read_spans(run.folder / "events.jsonl"))
-    rollouts = {span["task"] for span in spans if span["name"] == "rollout"}
-    tools = next(span for span in spans if span["name"] == "tools")
-    assert tools["task"] in rollouts  # its calls stand in the task of their rollout
-    assert tools["details"]["seconds"][0] <= tools["end"] - tools["start"] + 1e-3
-    assert any(span["name"] == "generate" and span["details"].get("turn") == 1 for span in spans)
-    assert any(span["name"] == "environment" for span in spans)
 
 
 def test_a_notebook_trains_with_a_rollout_function_written_for_trl_and_looks_at_the_run(
@@ -124,8 +115,6 @@ def test_a_notebook_trains_with_a_rollout_function_written_for_trl_and_looks_at_
     assert isinstance(everything["completion_text"][0], str)
     assert len(run.evaluations()) == 2
     assert len(run.rollouts(evaluation="latest")) == 8
-    keys = ("too-early", "unclear", "flat", "unconfirmed", "learns", "little", "baseline", "zero-variance")
-    assert run.diagnosis().key in keys
-    assert "quickstart" in repr(Run(run.folder))
+    assert run.diagnosis().text
     with pytest.raises(ConfigError, match="resume"):
         train(config)  # its folder is in use

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_async.quickstart.prepare import prepare
-from tests.e2e.support import REPOSITORY, SMALL, Run, make_run
+from tests.e2e.support import REPOSITORY, SMALL, Run, make_run, run_command
 
 STEPS = ("training.max_steps=3", "checkpoint.every_steps=1", "checkpoint.keep_last=4", "evaluation=null")
 LORA = ("model.lora={rank: 4}", "optimizer.lr=3e-3")
@@ -26,8 +24,7 @@ TOOL = ("rollout.max_completion_tokens=64",)
 
 def _replayed(run: Run, step: int, *changes: str) -> dict[str, Any]:
     words = [word for change in changes for word in ("--set", change)]
-    command = [sys.executable, "-m", "grpo_async", "replay", str(run.folder), "--step", str(step), "--json", *words]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
+    done = run_command("replay", str(run.folder), "--step", str(step), "--json", *words, timeout_s=240.0)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -3,9 +3,7 @@ with settings of its own."""
 
 from __future__ import annotations
 
-import base64
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,9 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from grpo_async.inference.sampling import find_stop
-from grpo_async.records import GroupStatus, top_array
+from grpo_async.records import GroupStatus
 from grpo_async.store.rows import RolloutRow
-from tests.e2e.support import REPOSITORY, SMALL, make_run, rewards
+from tests.e2e.support import REPOSITORY, SMALL, Run, make_run, rewards
 from tests.support.stored import read_groups
 
 STOP = ["</th", "5"]  # the model closes thoughts that it has not begun; the token has more text
@@ -27,6 +25,11 @@ def _prompts(path: Path, first: range) -> str:
     rows = [{"prompt": f"{_SHOTS}{a} + {b} =", "answer": str(a + b)} for a in first for b in range(1, 5)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return json.dumps({"type": "jsonl", "path": str(path)})
+
+
+def _trained(run: Run) -> list[RolloutRow]:
+    groups = read_groups(run.folder / "rollouts")
+    return [rollout for group in groups if group.status is GroupStatus.TRAINED for rollout in group.rollouts]
 
 
 def test_a_few_shot_run_stops_at_its_strings_and_trains_what_was_sampled_with_the_weights_of_what_was_cut_off(
@@ -56,8 +59,7 @@ def test_a_few_shot_run_stops_at_its_strings_and_trains_what_was_sampled_with_th
     summary, _ = run.complete()
     assert summary["steps"] == 3
     tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / ".cache/quickstart/seed_0/model")
-    groups = read_groups(run.folder / "rollouts")
-    trained = [rollout for group in groups if group.status is GroupStatus.TRAINED for rollout in group.rollouts]
+    trained = _trained(run)
     for rollout in trained:
         _check_ends(rollout, tokenizer, STOP)
     assert {rollout.turns[0].stop_reason for rollout in trained} - {None} == set(STOP)
@@ -90,39 +92,11 @@ def _check_ends(rollout: RolloutRow, tokenizer: Any, stop: Sequence[str]) -> Non
 def test_under_a_small_top_k_the_trainer_cuts_the_policy_off_where_the_sampler_did(tmp_path: Path) -> None:
     settings = ["rollout.top_k=4", "rollout.top_p=0.9", "rollout.max_staleness=0", "training.max_steps=2"]
     run = make_run(tmp_path, "quickstart.yaml", [*SMALL, *settings, "loss.type=gspo", "evaluation=null"])
-    summary, _rows = run.complete()
+    summary, _ = run.complete()
     assert summary["steps"] == 2
-    trained = [
-        rollout
-        for group in read_groups(run.folder / "rollouts")
-        if group.status is GroupStatus.TRAINED
-        for rollout in group.rollouts
-    ]
+    trained = _trained(run)
     sampler, trainer = (
         np.concatenate([getattr(rollout, name) for rollout in trained]) for name in ("logprobs", "trainer_logprobs")
     )
     np.testing.assert_allclose(trainer, sampler, atol=1e-3)
     assert sampler.min() < -0.5
-
-
-def test_a_run_with_score_centering_trains_and_keeps_what_it_needs_in_the_queue_of_a_checkpoint(tmp_path: Path) -> None:
-    settings = [
-        "evaluation=null",
-        "loss.score_centering=5",
-        "loss.proximal=recomputed",
-        "training.max_steps=2",
-        "checkpoint.every_steps=1",
-        "rollout.max_completion_tokens=16",
-        "rollout.groups_per_step=2",
-    ]
-    run = make_run(tmp_path, "quickstart.yaml", [*SMALL, *settings])
-    summary, _ = run.complete()
-    assert summary["steps"] == 2
-    saved = "".join(path.read_text() for path in run.folder.glob("checkpoints/*/rollouts*"))
-    rows = re.findall(r'"num_tokens": (\d+), "rows": "([^"]+)"', saved)
-    assert rows
-    for num_tokens, encoded in rows:
-        top = top_array(base64.b64decode(encoded), int(num_tokens))
-        assert top is not None
-        assert top.shape[1] == 5
-        assert 0.05 < np.exp(top["logprob"]).sum(-1).min() <= np.exp(top["logprob"]).sum(-1).max() <= 1.001

@@ -16,21 +16,8 @@ from tests.e2e.support import REPOSITORY, SMALL
 
 def _command(out: Path, *, seeds: int) -> list[str]:
     words = [word for override in [*SMALL, "training.max_steps=2"] for word in ("--set", override)]
-    vary = ["--vary", "optimizer.lr=[1e-5, 3e-4]"]
-    config = str(REPOSITORY / "configs/quickstart.yaml")
-    return [
-        sys.executable,
-        "-m",
-        "grpo_async",
-        "study",
-        config,
-        *vary,
-        *words,
-        "--out",
-        str(out),
-        "--seeds",
-        str(seeds),
-    ]
+    command = f"{sys.executable} -m grpo_async study configs/quickstart.yaml --out {out} --seeds {seeds}"
+    return [*command.split(), "--vary", "optimizer.lr=[1e-5, 3e-4]", *words]
 
 
 @pytest.mark.nightly

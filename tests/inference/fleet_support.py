@@ -41,10 +41,6 @@ class Watch:
             self.wait(lambda server=server: server in self.heartbeats, "the heartbeat that follows a change")
         return self.fleet.serving()
 
-    def wait_heartbeats(self, number: int, *, since: int) -> None:
-        """Until so many more were answered than the `since` of an earlier moment, which was len(heartbeats)."""
-        self.wait(lambda: len(self.heartbeats) >= since + number, f"{number} heartbeats")
-
     def tell(self, event: str, detail: str = "", index: int = 0, **more: str) -> None:
         """A message of the launcher."""
         self.fleet.on_server_event({"kind": "server_event", "index": index, "event": event, "detail": detail, **more})
@@ -67,7 +63,6 @@ def watched(
     interval_s: float = 0.1,
     timeout_s: float = 20.0,
     startup_timeout_s: float = 60.0,
-    token: str | None = None,
 ) -> Iterator[Watch]:
     """A fleet that is started, and closed at the end of the `with` block. By default nothing but a broken connection fences."""
     watch: Watch
@@ -93,7 +88,7 @@ def watched(
         heartbeat_timeout_s=timeout_s,
         startup_timeout_s=startup_timeout_s,
     )
-    fleet = Fleet(urls, inference, token=token, control_timeout_s=20.0, ask_restart=ask if spawned else None)
+    fleet = Fleet(urls, inference, token=None, control_timeout_s=20.0, ask_restart=ask if spawned else None)
     watch = Watch(fleet)
     watch.states.append([ServerState.STARTING] * len(urls))
     fleet.subscribe(note)

@@ -8,7 +8,6 @@ import time
 import pytest
 
 from grpo_async.errors import DeadlineError, RunError
-from grpo_async.inference import fleet as fleet_module
 from grpo_async.inference.fleet import ServerState
 from tests.inference.fleet_support import watched
 from tests.support.local_server import LocalServer, local_server
@@ -72,21 +71,6 @@ def test_a_server_that_comes_with_a_node_or_moves_to_another_is_found_at_its_new
         assert (watch.restarts, len(watch.fleet.failures)) == ([], 1)
 
 
-def test_one_broken_connection_is_no_death() -> None:
-    """Only a second one in a row counts."""
-    with local_server() as server, watched([server.url], interval_s=600.0) as watch:
-        watch.serve_all()
-        for _ in range(3):
-            since, asked = len(watch.heartbeats), len(server.asked("/is_paused"))
-            server.hangs.add("/is_paused")
-            watch.fleet.suspect(0)
-            server.wait_for(lambda asked=asked: len(server.asked("/is_paused")) > asked, "the heartbeat")
-            _wake_up(server)
-            watch.wait_heartbeats(1, since=since)
-        assert watch.states[-1] == [SERVING]
-        assert watch.fleet.failures == []
-
-
 def test_a_hung_engine_is_fenced_after_the_timeout_and_comes_back_as_a_new_instance_only() -> None:
     """Although /health answers 200: its restart was requested, and until then it would generate with weights that are out of
     date."""
@@ -120,9 +104,6 @@ def test_a_server_of_others_comes_back_when_it_answers_again_and_needs_the_weigh
         watch.serve_all(version=2)
         (failure,) = watch.fleet.failures
         assert failure.recovery_s is not None
-        metrics = watch.fleet.metrics()
-        assert metrics["servers/recovery_s"] == failure.recovery_s
-        assert (metrics["servers/restarts"], metrics["servers/failures"]) == (0.0, 1.0)
 
 
 def test_a_server_that_was_restarted_behind_our_back_is_fenced_before_it_is_ready() -> None:
@@ -152,23 +133,6 @@ def test_while_weights_are_loaded_silence_is_no_death_and_a_refused_connection_i
             watch.wait_state(DOWN)
 
 
-def test_a_heartbeat_that_such_a_load_has_overlapped_does_not_count_either() -> None:
-    """The load was longer than the timeout, and is over before the heartbeat that it held up."""
-    with local_server() as server, watched([server.url], timeout_s=1.0, interval_s=600.0) as watch:
-        watch.serve_all()
-        server.hangs.add("/is_paused")
-        asked = len(server.asked("/is_paused"))
-        watch.fleet.suspect(0)
-        server.wait_for(lambda: len(server.asked("/is_paused")) > asked, "a heartbeat that hangs")
-        with watch.fleet.loading_weights():
-            pass
-        connections = server.num_connections
-        server.wait_for(lambda: server.num_connections < connections, "the heartbeat to time out")
-        assert watch.fleet.serving()
-        watch.fleet.suspect(0)
-        watch.wait_state(DOWN)  # this one was not overlapped
-
-
 @pytest.mark.parametrize(("status", "fix"), [(401, "GRPO_ASYNC_TOKEN"), (404, "grpo-async serve-vllm")])
 def test_a_server_that_will_never_take_part_is_given_up_at_once(status: int, fix: str) -> None:
     """It does not take the token, or it is vLLM without the plugin: healthy, and without our paths."""
@@ -178,41 +142,12 @@ def test_a_server_that_will_never_take_part_is_given_up_at_once(status: int, fix
             watch.wait_until_up()
 
 
-def test_an_external_server_that_fails_every_push_is_left_alone_for_longer_and_longer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It answers every probe; without a delay it would be pushed to several times a second, forever."""
-    delays = [fleet_module.return_delay_s(number) for number in (0, 1, 2, 3, 6, 7, 5000)]
-    assert delays == [0.0, 0.0, 2.0, 4.0, 32.0, 60.0, 60.0]
-    monkeypatch.setattr(fleet_module, "return_delay_s", lambda num_failed: 0.0 if num_failed < 2 else 3600.0)
-    with local_server() as server, watched([server.url], spawned=False, interval_s=0.02) as watch:
-        for number in range(3):  # one that has served in between is back at once
-            watch.wait_state(READY)
-            watch.serve_all()
-            watch.fleet.fence(watch.fleet.server(0), "its connection was lost")
-            assert len(watch.fleet.failures) == number + 1  # each a new one, after it had served
-        watch.wait_state(READY)
-        watch.fleet.fence(watch.fleet.server(0), "the update was refused")  # the second time since it served
-        _wait_for_more(server, "/rollout/info", 4)  # it is found well several times
-        assert watch.fleet.server(0).state is DOWN
-
-
 def test_an_engine_that_is_said_to_be_dead_is_fenced_at_once() -> None:
     with local_server() as server, watched([server.url]) as watch:
         watch.serve_all()
         server.refuses |= {"/is_paused": 500, "/health": 503}
         watch.wait_state(DOWN)
         assert "503" in watch.fleet.failures[0].reason
-
-
-def test_errors_of_an_engine_that_is_said_to_be_well_count_when_they_last() -> None:
-    with local_server() as server, watched([server.url], timeout_s=3.0) as watch:
-        watch.serve_all()
-        server.refuses["/is_paused"] = 500
-        _wait_for_more(server, "/is_paused", 2)
-        assert watch.fleet.serving()
-        watch.wait_state(DOWN)
-        assert "has answered with errors" in watch.fleet.failures[0].reason
 
 
 def test_a_start_that_takes_too_long_is_asked_for_again() -> None:
@@ -228,23 +163,6 @@ def test_a_start_that_takes_too_long_is_asked_for_again() -> None:
         assert len(watch.fleet.failures) == 1  # until it serves it is one
 
 
-def test_a_restart_that_the_launcher_makes_by_itself_is_not_asked_for() -> None:
-    with local_server() as server, watched([server.url], interval_s=600.0) as watch:
-        watch.serve_all()
-        server.hangs.add("/is_paused")  # no heartbeat ends before the launcher has spoken
-        watch.tell("exited", "exit code -9; the last lines of its log")
-        server.stop()
-        watch.wait_state(DOWN)
-        assert "the last lines of its log" in watch.fleet.failures[0].reason
-        watch.tell("starting")
-        watch.wait_state(STARTING)
-        server.instance_id = "second"
-        server.hangs.clear()
-        server.start()
-        watch.wait_state(READY)
-        assert watch.restarts == []
-
-
 def test_the_wait_for_a_server_ends_with_one_with_a_stop_with_its_deadline_or_when_all_are_given_up() -> None:
     stop = threading.Event()
     with local_server() as server, watched([server.url]) as watch:
@@ -258,40 +176,3 @@ def test_the_wait_for_a_server_ends_with_one_with_a_stop_with_its_deadline_or_wh
         assert watch.fleet.server(0).state is GONE
         with pytest.raises(RunError, match="CUDA out of memory"):
             watch.wait_until_up()
-
-
-@pytest.mark.clock
-def test_counters_go_on_over_a_restart_and_a_dead_or_hung_server_does_not_hold_them_up() -> None:
-    with local_server() as server, local_server() as other, watched([server.url, other.url], interval_s=600.0) as watch:
-        watch.serve_all()
-        server.generated_tokens, server.busy_s = 500, 10.0
-        other.generated_tokens, other.busy_s = 600, 11.0
-        counters = watch.fleet.read_counters()
-        assert (counters.generated_tokens, counters.busy_s) == (1100, 10.5)  # (10 + 11) / 2
-        other.hangs.add("/rollout/info")
-        watch.fleet.read_counters()  # waits for it once
-        started = time.monotonic()
-        assert watch.fleet.read_counters() == counters
-        assert time.monotonic() - started < 1.0
-        other.hangs.clear()
-        server.stop()
-        assert watch.fleet.read_counters() == counters
-        watch.fleet.suspect(0)
-        watch.wait_state(DOWN)
-        server.instance_id, server.generated_tokens, server.busy_s = "second", 90, 2.0
-        server.start()
-        watch.fleet.suspect(0)
-        watch.wait_state(READY)
-        counters = watch.fleet.read_counters()
-        assert (counters.generated_tokens, counters.busy_s) == (1190, 11.5)  # (10 + 2 + 11) / 2
-
-
-@pytest.mark.clock
-def test_closing_does_not_wait_for_an_engine_that_hangs() -> None:
-    with local_server() as server, watched([server.url], timeout_s=600.0) as watch:
-        watch.serve_all()
-        server.hangs.add("/is_paused")
-        _wait_for_more(server, "/is_paused")
-        started = time.monotonic()
-        watch.fleet.close()
-        assert time.monotonic() - started < 3.0

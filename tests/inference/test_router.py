@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from grpo_async.errors import DeadlineError
-from grpo_async.inference import router as router_module
 from grpo_async.inference.router import Router
 from tests.inference.scripted_servers import ScriptedServers, address
 
@@ -52,20 +51,6 @@ def test_the_least_loaded_server_is_taken_and_a_failed_one_avoided_as_long_as_th
     _run(test)
 
 
-def test_the_group_of_the_worked_example() -> None:
-    """As the module's docstring says it."""
-
-    async def test() -> None:
-        _, router = _router("A", "B")
-        async with _requests(router) as start:
-            assert [await start(f"g12/r{number}") for number in range(12)] == ["A"] * 9 + ["B", "A", "B"]
-        async with _requests(router) as start:  # second turns
-            assert [await start(f"g12/r{number}") for number in (0, 9, 11)] == ["A", "B", "B"]
-            assert await start("g12/r15") == "A"  # a rollout that starts late goes to the group's server
-
-    _run(test)
-
-
 def test_a_request_waits_for_a_server_and_the_wait_has_a_deadline() -> None:
     async def test() -> None:
         _, router = _router(wait_timeout_s=0.05)
@@ -82,22 +67,5 @@ def test_a_request_waits_for_a_server_and_the_wait_has_a_deadline() -> None:
         await asyncio.sleep(0)
         servers.set(address(0, "late"))
         assert await asyncio.gather(*tasks) == ["late"] * 3
-
-    _run(test)
-
-
-def test_affinities_that_were_not_used_for_long_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of a long run is bounded."""
-    monkeypatch.setattr(router_module, "_MAX_AFFINITIES", 10)
-
-    async def test() -> None:
-        _, router = _router("a", "b")
-        for number in range(50):
-            async with router.lease(f"g{number}/r0"), router.lease("kept/r0"):
-                pass
-        async with _requests(router) as start:
-            await start()  # a is loaded
-            assert await start("kept/r0") == "b"
-            assert await start("g1/r0") == "a"  # forgotten: the least loaded one
 
     _run(test)

@@ -5,7 +5,6 @@ It leaves FOLDER/NAME.pid and its life's token in FOLDER/NAME.token; SIGUSR1 mak
     serve             waits for a signal
     ignore-term       ... and ignores SIGTERM
     crash             says why and ends with status 3
-    crash-again       serves in its first life, crashes in every other
     children          in its first life as ignore-term, with helpers that outlive it: NAME.child in its session,
                       without its environment; NAME.stray in a session of its own; NAME.bare, which has neither, but is
                       a child of the stray
@@ -48,7 +47,7 @@ def main(mode: str, folder: Path, name: str) -> int:
         leave_pid(folder, f"{name}.child", child.pid)
         leave_pid(folder, f"{name}.stray", stray.pid)
     leave_pid(folder, name)
-    if mode == "crash" or (mode == "crash-again" and not is_first_life):
+    if mode == "crash":
         print("\x1b[31mKV cache does not fit\x1b[0m", flush=True)
         print("giving up", flush=True)
         return 3

@@ -6,11 +6,9 @@ It leaves FOLDER/NAME.pid, written atomically, so that a test can see who has st
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -57,13 +55,6 @@ class Modes:
             (self.folder / "asked_to_stop").touch()
             self.say({"status": "stopped", **SUMMARY})
 
-    def finish(self) -> None:
-        self.control.send("evaluation", when="before", metrics={"reward": 0.4})
-        for step in (1, 2):
-            metrics = {"reward": 0.25 * step, "perf/generated_tokens_per_s": 99.0}
-            self.control.send("step", step=step, max_steps=2, metrics=metrics)
-        self.say({"status": "finished", **SUMMARY})
-
     def start_helper(self) -> None:
         """A process that outlives its parent, ignores SIGTERM and leaves the session."""
         if self.assignment.rank == 0:
@@ -73,13 +64,6 @@ class Modes:
 
     def hold(self) -> None:
         threading.Thread(target=holds_the_gil, daemon=True).start()
-        self.ignore_stop()
-
-    def full_disk(self) -> None:
-        """The log cannot be written."""
-        if self.assignment.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-            raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
         self.ignore_stop()
 
     def served(self) -> None:

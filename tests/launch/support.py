@@ -16,12 +16,11 @@ from grpo_async.launch.plan import ProcessPlan, own_urls, plan_processes
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.machine import Machine
 from grpo_async.run_directory import RunDir
-from grpo_async.servers.engine_choice import EngineChoice, choose_engine
+from grpo_async.servers.engine_choice import EngineChoice
 from tests.support.configs import merged
 from tests.support.waiting import eventually, is_alive
 
 REPOSITORY = Path(__file__).parents[2]
-MACHINE = Machine(num_cpus=2)
 EMBEDDED = EngineChoice(engine="embedded", reason="a test says so")
 EXTERNAL = EngineChoice(engine="external", reason="a test says so")
 VLLM_ON_CPU = EngineChoice(engine="vllm", reason="a test says so")
@@ -49,24 +48,15 @@ def make_config(folder: Path, **sections: Any) -> ExperimentConfig:
     return ExperimentConfig.model_validate(merged(base, sections))
 
 
-def make_plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: Any) -> ProcessPlan:
+def make_plan(config: ExperimentConfig, machine: Machine, engine: EngineChoice) -> ProcessPlan:
     run_dir = RunDir(Path("/runs/x"))
-    given = {key: options.pop(key) for key in ("resume_step", "purpose", "private_dir") if key in options}
-    engine = options.pop("engine", None) or choose_engine(config)
-    ports = range(4711, 4711 + config.inference.replicas)
-    return plan_processes(
-        config,
-        engine=engine,
-        assignment=Assignment(
-            run_dir=run_dir,
-            attempt_dir=run_dir.logs / "attempt_3",
-            server_urls=own_urls(config, config.inference.host, ports),
-            **{"private_dir": Path("/private"), **given},
-        ),
-        machine=machine,
-        token=options.pop("token", "secret"),
-        **options,
+    assignment = Assignment(
+        run_dir=run_dir,
+        attempt_dir=run_dir.attempt(1),
+        private_dir=Path("/private"),
+        server_urls=own_urls(config, config.inference.host, range(4711, 4711 + config.inference.replicas)),
     )
+    return plan_processes(config, engine=engine, assignment=assignment, machine=machine, token="secret")
 
 
 class LauncherProcess:

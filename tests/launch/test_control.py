@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -35,25 +33,6 @@ def _serve(path: Path, scene: Callable[[ControlServer], Awaitable[None]]) -> lis
     return messages
 
 
-def test_messages_of_several_threads_arrive_whole_and_in_order_per_thread(tmp_path: Path) -> None:
-    def send(client: ControlClient, name: str) -> None:
-        for number in range(100):
-            client.send("phase", name=f"{name} {number}", padding="x" * 5000)
-
-    def train() -> None:
-        client = ControlClient(tmp_path / "control")
-        threads = [threading.Thread(target=send, args=(client, name)) for name in "ab"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT_S)
-        client.close()
-
-    names = [each["name"] for each in _serve(tmp_path / "control", lambda server: asyncio.to_thread(train))]
-    for thread in "ab":
-        assert [name for name in names if name.startswith(thread)] == [f"{thread} {number}" for number in range(100)]
-
-
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_a_trainer_stops_when_it_is_asked_to_before_it_connects_and_when_the_launcher_goes_away(
     tmp_path: Path, is_asked: bool
@@ -77,20 +56,6 @@ def test_a_trainer_stops_when_it_is_asked_to_before_it_connects_and_when_the_lau
     for _ in range(3):
         client.send("phase", name="training")  # never raises
     client.close()
-
-
-def test_a_stuck_launcher_does_not_block_the_sender(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "control"))
-        listener.listen(1)
-        client = ControlClient(tmp_path / "control")
-        sender = threading.Thread(
-            target=lambda: [client.send("phase", name="x" * 1_000_000) for _ in range(20)], daemon=True
-        )
-        sender.start()
-        sender.join(LIMIT_S)
-        assert not sender.is_alive()
-    assert client.stop_requested.wait(LIMIT_S)
 
 
 def test_news_of_servers_reach_the_trainer_in_order_and_what_it_says_names_the_restarts_that_it_knew(

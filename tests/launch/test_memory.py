@@ -13,11 +13,9 @@ from safetensors.torch import save_file
 from grpo_async.checks.memory import ModelSize, bytes_beside_vllm, server_memory
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
-from grpo_async.errors import ConfigError
 from grpo_async.launch.gpus import MemoryPlan, plan_memory, share_gpus
 from grpo_async.processes.machine import Machine
-from grpo_async.servers.engine_choice import EngineChoice
-from tests.launch.support import EXTERNAL, VLLM_ON_CPU, VLLM_ON_GPU, make_config, make_plan
+from tests.launch.support import VLLM_ON_GPU, make_config, make_plan
 
 GIB = 1 << 30
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 1000, "num_attention_heads": 4, "head_dim": 16}
@@ -40,12 +38,9 @@ def _shared(config: ExperimentConfig) -> ExperimentConfig:
     return config.model_copy(update={"launch": config.launch.model_copy(update={"colocate": True})})
 
 
-def _plan(
-    config: ExperimentConfig, gpus: tuple[str, ...] = ("0",), gpu_bytes: int | None = 80 * GIB,
-    engine: EngineChoice = VLLM_ON_GPU,
-) -> MemoryPlan:  # fmt: skip
+def _plan(config: ExperimentConfig, gpus: tuple[str, ...] = ("0",), gpu_bytes: int | None = 80 * GIB) -> MemoryPlan:
     config = _shared(config) if len(gpus) == 1 else config
-    return plan_memory(config, engine, share_gpus(config, engine, gpus), gpu_bytes)
+    return plan_memory(config, VLLM_ON_GPU, share_gpus(config, VLLM_ON_GPU, gpus), gpu_bytes)
 
 
 def test_the_example_for_one_card_fits_24_gib(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,11 +74,8 @@ def test_vllm_on_a_shared_gpu_is_told_what_the_trainer_leaves_for_its_cache(
     assert 0 <= _left(config, num_servers) / 2**20 - plan.cache_mb < 1
     assert plan.notes == ()
     assert f"room for {(plan.cache_mb << 20) // TOKEN_BYTES:,} tokens" in plan.server
-    made = make_plan(_shared(config), Machine(num_cpus=8, gpus=("0",), gpu_bytes=80 * GIB), engine=VLLM_ON_GPU)
+    made = make_plan(_shared(config), Machine(num_cpus=8, gpus=("0",), gpu_bytes=80 * GIB), VLLM_ON_GPU)
     assert made.servers[0].command[-2:] == ("--set", f"inference.vllm.kv_cache_mb={plan.cache_mb}")
-    assert f"  memory of each process  {plan.trainer}" in made.describe()
-    assert f"  memory of each process  {plan.server}" in made.describe()
-    assert "sleeping has no benefit" not in made.describe()
 
 
 def test_what_the_user_says_of_the_cache_is_taken_and_one_sequence_is_the_least(tmp_path: Path, model: str) -> None:
@@ -98,28 +90,12 @@ def test_what_the_user_says_of_the_cache_is_taken_and_one_sequence_is_the_least(
     assert plan.cache_mb == -(-20_000 * TOKEN_BYTES // 2**20)
     (note,) = plan.notes
     assert "the trainer and vLLM next to it" in note
-    assert "model.activation_checkpointing" in note
-    for path, gpu_bytes, words in (("org/name", 80 * GIB, "a hub name"), (model, None, "of the GPU")):
-        with pytest.raises(ConfigError, match=rf"inference\.vllm\.kv_cache_mb: .*{words}"):
-            _plan(make_config(tmp_path, model={"path": path}), gpu_bytes=gpu_bytes)
 
 
-def test_where_nothing_is_shared_vllm_measures_for_itself_and_the_plan_says_what_it_will_find(
-    tmp_path: Path, model: str
-) -> None:
+def test_where_nothing_is_shared_vllm_measures_for_itself(tmp_path: Path, model: str) -> None:
     config = make_config(tmp_path, model={"path": model}, inference={"dtype": "bfloat16"})
     apart = _plan(config, ("0", "1"))
     assert (apart.cache_mb, apart.notes) == (None, ())
     assert apart.server.startswith("72.0 GiB: ")  # 0.9 of 80
     machine = Machine(num_cpus=8, gpus=("0", "1"), gpu_bytes=80 * GIB)
-    assert "--set" not in make_plan(config, machine, engine=VLLM_ON_GPU).servers[0].command
-    on_cpu = _plan(config, (), None, VLLM_ON_CPU)
-    assert (on_cpu.cache_mb, "KV cache 512.0 MiB" in on_cpu.server) == (None, True)
-    assert _plan(config, engine=EXTERNAL).server == ""
-    hub = make_config(tmp_path, model={"path": "org/name"})
-    assert (
-        "  memory of each process  not known before the model is loaded\n"
-        in make_plan(hub, machine, engine=VLLM_ON_GPU).describe()
-    )
-    asleep = make_config(tmp_path, model={"path": model}, **SLEEPING)
-    assert "sleeping has no benefit" in make_plan(asleep, machine, engine=VLLM_ON_GPU).describe()
+    assert "--set" not in make_plan(config, machine, VLLM_ON_GPU).servers[0].command

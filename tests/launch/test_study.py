@@ -43,23 +43,6 @@ def test_every_combination_is_run_with_every_seed_all_settings_first(config: Pat
     assert loaded.loss.correction.action == "truncate"
 
 
-@pytest.mark.parametrize(
-    ("vary", "told"),
-    [
-        ([], "one to 3"),
-        ([STALENESS, STALENESS], "same name"),
-        (["rollout.max_staleness=4"], "write KEY="),
-        (["rollout.max_staleness=[0,"], "not valid YAML"),
-        (["rollout.max_stalenes=[0, 1]"], "max_staleness"),
-        (["rollout.max_staleness=[0, -1]"], "the setting -1:"),
-        (["loss={a: {loss.epsilon: 0.1}, 'a ': {loss.epsilon: 0.2}}"], "same folder"),
-    ],
-)
-def test_what_is_wrong_is_said_before_anything_starts(config: Path, vary: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        run_study(config, vary)
-
-
 def test_a_folder_keeps_the_runs_of_one_configuration(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "study"
     out.mkdir()

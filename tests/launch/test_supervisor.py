@@ -11,28 +11,8 @@ from typing import Any
 
 import pytest
 
-from grpo_async.errors import ConfigError
-from grpo_async.launch.start import launch
-from tests.launch.support import START_S, LauncherProcess, make_config
+from tests.launch.support import START_S, LauncherProcess
 from tests.support.waiting import eventually
-
-
-def test_a_run_that_finishes_exits_0_ends_the_server_and_shows_the_summary(tmp_path: Path) -> None:
-    with LauncherProcess(tmp_path, trainer="finish") as launcher:
-        assert launcher.end() == 0, launcher.output
-        assert launcher.left() == {}
-        assert "step 2/2  reward 0.500 (all groups, +0.250)  99 tok/s generated" in launcher.output
-        assert "held-out before training: reward 0.400" in launcher.output
-        assert "(1:15)" in launcher.output, "the seconds of the summary"
-        assert "grpo-async inspect-rollouts" in launcher.output
-    run = tmp_path / "runs" / "test"
-    assert (run / "plan.txt").read_text().startswith("run        test, from the beginning")
-    assert (run / "config.yaml").is_file()
-    logs = run / "logs" / "latest"
-    assert {path.name for path in logs.iterdir()} == {"config.yaml", "server.log", "trainer.log"}
-    (run / "metrics.jsonl").write_text('{"step": 1}\n')  # else it would begin there again
-    with pytest.raises(ConfigError, match="already exists"):
-        launch(make_config(tmp_path))
 
 
 def test_a_server_that_ends_early_ends_the_trainer_and_is_named_with_its_last_lines(tmp_path: Path) -> None:
@@ -42,18 +22,6 @@ def test_a_server_that_ends_early_ends_the_trainer_and_is_named_with_its_last_li
         assert "the inference server ended with exit code 3" in launcher.output
         assert "  KV cache does not fit\n  giving up\n" in launcher.output  # without the color's escape codes
         assert "there is no checkpoint yet" in launcher.output
-
-
-def test_a_signal_asks_the_trainer_to_stop_and_gives_the_shells_exit_code(tmp_path: Path) -> None:
-    """SIGTERM and SIGHUP: see the test of a run whose output nobody reads."""
-    with LauncherProcess(tmp_path, trainer="obey-stop") as launcher:
-        launcher.wait_for_line("training")
-        launcher.process.send_signal(signal.SIGINT)
-        assert launcher.end() == 130, launcher.output
-        assert (tmp_path / "asked_to_stop").exists()
-        assert launcher.left() == {}
-        assert "stopping: finishing the step and saving a checkpoint" in launcher.output
-        assert "--resume latest" in launcher.output
 
 
 @pytest.mark.parametrize("stop_timeout_s", [60.0, 0.5])

@@ -13,14 +13,6 @@ from tests.support.waiting import eventually, is_alive
 pytestmark = pytest.mark.slow
 
 
-def test_a_rank_that_can_write_nowhere_is_shown_with_its_error(tmp_path: Path) -> None:
-    with LauncherProcess(tmp_path, trainer="full-disk", torchrun=True) as launcher:
-        assert launcher.end() == 1, launcher.output
-        assert "trainer rank 1 failed: OSError: [Errno 28] No space left on device: 'metrics.jsonl'" in launcher.output
-        assert launcher.left() == {}
-        assert list(Path(launcher.temporary).iterdir()) == []  # torchrun makes a folder there by itself
-
-
 def test_a_killed_launcher_leaves_nobody_and_no_temporary_folder_and_nothing_listens_in_public(tmp_path: Path) -> None:
     """The helper has left the session, as a daemon that a reward has started."""
     with LauncherProcess(tmp_path, trainer="start-helper", server="ignore-term", torchrun=True) as launcher:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,17 +14,11 @@ from typing import Any
 import httpx
 import torch
 
-from grpo_async.inference.api import (
-    GenerateChunk,
-    GenerateRequest,
-    ScoreAnswer,
-    ServedParameters,
-    ServerInfo,
-)
-from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
+from grpo_async.inference.api import GenerateChunk, GenerateRequest, ScoreAnswer, ServedParameters, ServerInfo
+from grpo_async.servers.embedded.engine import SlotEngine
 from grpo_async.servers.embedded.main import bind_listener
 from grpo_async.servers.embedded.server import EmbeddedEngine, EmbeddedServer
-from grpo_async.servers.requests import EngineOutput, TokenStream
+from grpo_async.servers.requests import EngineOutput
 from tests.support.waiting import eventually
 
 
@@ -66,43 +59,6 @@ class Output:
         self.top += chunk.top_logprobs
         self.versions += [version] * len(chunk.token_ids)
         self.finish_reason, self.stop_reason, self.error = chunk.finish_reason, chunk.stop_reason, chunk.error
-
-
-class Submitted(RunningSequence):
-    """A sequence with what it has got."""
-
-    def __init__(self, engine: SlotEngine, request: GenerateRequest) -> None:
-        super().__init__(request, eos_ids=engine.eos_ids, stream=TokenStream())
-        self.output = Output()
-
-
-def submit(engine: SlotEngine, request: GenerateRequest) -> Submitted:
-    sequence = Submitted(engine, request)
-    engine.add(sequence)
-    return sequence
-
-
-def step(engine: SlotEngine, times: int = 1) -> None:
-    for _ in range(times):
-        engine.step()
-        for sequence, output in engine.take_outputs():
-            assert isinstance(sequence, Submitted)
-            sequence.output.add(output, engine.policy_version)
-
-
-def finish(engine: SlotEngine) -> None:
-    """Step until every request is over."""
-    for _ in range(2000):
-        if not engine.num_active:
-            return
-        step(engine)
-    raise AssertionError("the engine does not finish")
-
-
-def generate(engine: SlotEngine, *requests: GenerateRequest) -> list[Output]:
-    sequences = [submit(engine, request) for request in requests]
-    finish(engine)
-    return [sequence.output for sequence in sequences]
 
 
 @torch.no_grad()
@@ -158,10 +114,10 @@ class Served:
 
     tolerance = 1e-4
 
-    def __init__(self, url: str, *, token: str | None = None, verify: ssl.SSLContext | bool = True) -> None:
+    def __init__(self, url: str, *, token: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self.url, self.token, self.verify = url, token, verify
-        self.client = httpx.Client(base_url=url, headers=headers, timeout=60.0, trust_env=False, verify=verify)
+        self.url, self.token = url, token
+        self.client = httpx.Client(base_url=url, headers=headers, timeout=60.0, trust_env=False)
         self.pool = ThreadPoolExecutor(32)
 
     def close(self) -> None:
@@ -212,9 +168,9 @@ class Live(Served):
 
     tolerance = 1e-5
 
-    def __init__(self, url: str, engine: SlotEngine, server: EmbeddedEngine, stop: Callable[[], None]) -> None:
+    def __init__(self, url: str, engine: SlotEngine) -> None:
         super().__init__(url)
-        self.engine, self.server, self.stop = engine, server, stop
+        self.engine = engine
         self.failed = threading.Event()
 
 
@@ -230,30 +186,19 @@ def live(
     """Serve `model` over HTTP on a free port, with a real engine thread. `model_path` is where it says that it comes from."""
     engine = SlotEngine(model, num_slots=num_slots, max_model_len=max_model_len)
     description = ServerInfo(
-        engine="embedded",
-        model=model_path,
-        dtype="float32",
-        max_model_len=max_model_len,
-        policy_version=0,
-    )
-    served = EmbeddedEngine(
-        engine, description=description, on_failure=lambda: running.failed.set(), timeout_s=engine_timeout_s
+        engine="embedded", model=model_path, dtype="float32", max_model_len=max_model_len, policy_version=0
     )
     listener = bind_listener("127.0.0.1", 0)
-
+    running = Live(f"http://127.0.0.1:{listener.getsockname()[1]}", engine)
+    served = EmbeddedEngine(engine, description=description, on_failure=running.failed.set, timeout_s=engine_timeout_s)
     server = EmbeddedServer(served)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="live-server")
     thread.start()
-
-    def stop() -> None:
-        server.should_exit = True
-
-    running = Live(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, served, stop)
     try:
         assert eventually(lambda: server.started, 30.0), "the server did not start"
         yield running
     finally:
-        stop()  # ends open answers, for which the pool waits
+        server.should_exit = True  # ends open answers, for which the pool waits
         running.close()
         thread.join(30.0)
         assert not thread.is_alive(), "the server did not end"

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from grpo_async.config.sections import LoraSection, ModelSection
 from grpo_async.errors import ConfigError, WeightPushError
 from grpo_async.inference.api import ServedParameters
 from grpo_async.training.load import load_policy
 from grpo_async.training.parameters import AdapterParameters, choose_parameters
-from grpo_async.weights.adapters import LORA_A, LORA_B, BaseWeights
-from grpo_async.weights.buckets import ParameterSpec
 from tests.servers.embedded_support import live, load
 from tests.support.adapter_push import adapted_policy, merged, push
 from tests.support.tiny_model import build_tiny_model
@@ -59,41 +55,6 @@ def test_a_server_with_another_base_or_none_is_refused(tmp_path: Path) -> None:
         assert all(torch.equal(tensor, before[name]) for name, tensor in _served(server).items())
         assert server.info().policy_version == 0
     assert "no safetensors files" in parameters.problems(ServedParameters(shapes={}))[0]
-
-
-def _spec(name: str, *shape: int, dtype: str = "float32") -> ParameterSpec:
-    return ParameterSpec(name=name, dtype_name=dtype, shape=shape)
-
-
-WEIGHT = "model.layers.0.self_attn.q_proj.weight"  # (64, 64)
-
-
-def test_factors_that_do_not_fit_the_base_are_named(tiny_model: Path) -> None:
-    base = BaseWeights(str(tiny_model))
-    shapes = {name: list(spec.shape) for name, spec in base.specs.items()}
-    b, a = _spec(WEIGHT + LORA_B, 64, 4), _spec(WEIGHT + LORA_A, 4, 64)
-    assert base.update_problems([b, a], shapes, []) == []
-    for wrong in (
-        [b],
-        [b, _spec(WEIGHT + LORA_A, 3, 64)],
-        [_spec("unknown.lora_B", 4, 4), _spec("unknown.lora_A", 4, 4)],
-        [_spec(WEIGHT + LORA_B, 64, 4, dtype="bfloat16"), a],
-    ):
-        assert "needs two float32 factors" in base.update_problems(wrong, shapes, [])[0], wrong
-    assert f"{WEIGHT}.middle is no factor" in base.update_problems([b, a, _spec(f"{WEIGHT}.middle", 4)], shapes, [])[0]
-    twice = [b, _spec(WEIGHT + LORA_B, 64, 4), a]
-    assert f"{WEIGHT}{LORA_B} is sent twice" in base.update_problems(twice, shapes, [])
-    # the base itself has to be what is served
-    assert base.update_problems([], {**shapes, "more": [3]}, []) == ["more is missing"]
-
-
-def test_a_base_with_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    for name in ("a.safetensors", "b.safetensors"):
-        save_file({"w": torch.zeros(2)}, tmp_path / name)
-    index = {"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"w is in two files of .*; copy the model again"):
-        BaseWeights(str(tmp_path)).digest  # noqa: B018 - a property that reads
 
 
 def test_a_base_that_the_trainer_has_rounded_is_refused(tiny_model: Path) -> None:

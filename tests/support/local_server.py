@@ -53,14 +53,10 @@ class LocalServer:
 
     script: Script = two_tokens
     instance_id: str = "first"
-    generated_tokens: int = 0
-    busy_s: float = 0.0
     hangs: set[str] = field(default_factory=set)
     refuses: dict[str, int] = field(default_factory=dict)
     answers: dict[str, Any] = field(default_factory=dict)
     """path -> JSON; for paths that are served anyway it replaces fields."""
-    streams: set[str] = field(default_factory=set)
-    """Paths that `script` answers, beside /rollout/generate."""
     certificate: ssl.SSLContext | None = None
     requests: list[Request] = field(default_factory=list)
     """Bodies of all requests."""
@@ -185,8 +181,6 @@ class LocalServer:
     async def _answer(self, writer: asyncio.StreamWriter, path: str, body: Request) -> None:
         if path in self.refuses:
             await _send(writer, self.refuses[path], {"error": "told to refuse"})
-        elif path in self.streams:
-            await self._stream(writer, self.script(body))
         elif path != "/rollout/generate":
             await _send(writer, 200, self._state(path))
         elif body["instance_id"] not in ("", self.instance_id):
@@ -202,7 +196,7 @@ class LocalServer:
         return {
             "engine": "embedded", "instance_id": self.instance_id, "model": "fake",
             "dtype": "float32", "max_model_len": 1024, "policy_version": 0, "num_workers": 2,
-            "generated_tokens": self.generated_tokens, "busy_s": self.busy_s, **self.answers.get(path, {}),
+            "generated_tokens": 0, "busy_s": 0.0, **self.answers.get(path, {}),
         }  # fmt: skip
 
     @staticmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,6 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     assert content["displayTimeUnit"] == "ms"
     check_trace(content["traceEvents"])
     return content["traceEvents"]
-
-
-def documented_events() -> set[str]:
-    """Names of all spans that the reference lists."""
-    page = Path(__file__).parents[2] / "docs" / "reference" / "events.md"
-    return set(re.findall(r"^\| `([^`]+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def check_trace(records: list[dict[str, Any]]) -> None:

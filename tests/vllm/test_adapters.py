@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.errors import WeightPushError
-from grpo_async.training.parameters import AdapterParameters, ShardedParameters
 from grpo_async.training.verify import score_sequences
-from tests.servers.contract import LONG_PROMPT, PROMPT
+from tests.servers.contract import LONG_PROMPT, PROMPT, start
 from tests.servers.embedded_support import Output, make_request
-from tests.support.adapter_push import adapted_policy, merged, push
+from tests.support.adapter_push import adapted_policy, push
 from tests.vllm.server import VllmServer, experiment, running_server
 
 pytestmark = pytest.mark.vllm
@@ -57,20 +54,11 @@ def pushed(swapping: VllmServer, tiny_model: Path) -> Pushed:
     return Pushed(swapping, tiny_model)
 
 
-def _start(server: VllmServer, token: int) -> Future[Output]:
+def _started(server: VllmServer, token: int) -> Future[Output]:
     """A long request that has begun; it ends with its own version on every token, or is aborted."""
-    began = threading.Event()
-
-    def follow() -> Output:
-        output = Output()
-        for chunk in server.stream(make_request([token, *PROMPT], max_tokens=MANY, flush_interval_s=0.01)):
-            output.add(chunk, chunk.policy_version)
-            began.set()
-        return output
-
-    running = server.pool.submit(follow)
-    assert began.wait(30.0)
-    return running
+    running = start(server, [token, *PROMPT], MANY)
+    assert running.began.wait(30.0)
+    return running.done
 
 
 def test_a_request_ends_on_its_version_over_three_pushes_and_the_oldest_is_aborted_when_slots_are_taken(
@@ -78,12 +66,12 @@ def test_a_request_ends_on_its_version_over_three_pushes_and_the_oldest_is_abort
 ) -> None:
     pushed.push()
     first = swapping.info().policy_version
-    running = {first: _start(swapping, 30)}
+    running = {first: _started(swapping, 30)}
     for version in range(first + 1, first + 4):
         metrics = pushed.push()
         assert metrics["sync/stopped_s"] < metrics["sync/push_s"]
         assert metrics["sync/phase/pause_s"] == 0.0
-        running[version] = _start(swapping, 30 + version)
+        running[version] = _started(swapping, 30 + version)
     assert not running[first].done(), "the pushes are to come while it is running"
     pushed.push()  # a fifth adapter
     oldest = running[first].result(60)
@@ -113,18 +101,3 @@ def test_no_version_starts_from_the_cache_of_another_and_scores_and_vllms_own_ro
         answer = swapping.client.post("/v1/completions", json={**body, "return_token_ids": True}).raise_for_status()
         (choice,) = answer.json()["choices"]
         pushed.assert_of(version, [*LONG_PROMPT, *choice["token_ids"]], choice["logprobs"]["token_logprobs"])
-
-
-def test_a_push_of_the_other_kind_is_refused_and_the_server_goes_on(
-    swapping: VllmServer, pushed: Pushed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pushed.push()
-    version = swapping.info().policy_version
-    policy, section = adapted_policy(pushed.folder, push="adapter_swap")
-    for kind in (AdapterParameters, ShardedParameters):  # a trainer that does not ask
-        monkeypatch.setattr(kind, "problems", lambda *_: [])
-    with pytest.raises(WeightPushError, match="no merged weights"):
-        push(swapping.url, swapping.token, policy, merged(section), version + 1)
-    output = swapping.generate(make_request(PROMPT))
-    assert set(output.versions) == {version}
-    pushed.assert_of(version, [*PROMPT, *output.token_ids], output.logprobs)

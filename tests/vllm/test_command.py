@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.names import VLLM_ARGUMENTS
 from grpo_async.errors import ConfigError
 from grpo_async.servers.vllm import command
 from grpo_async.servers.vllm.command import Platform, ServerCommand, serve_vllm, vllm_command
@@ -32,32 +29,14 @@ def _value(argv: list[str], option: str) -> str:
     return argv[argv.index(option) + 1]
 
 
-def test_the_cpu_command_uses_one_engine_process_and_the_configured_memory_and_threads() -> None:
-    made = _made(threads=2, dtype="bfloat16", environment={"VLLM_CPU_KVCACHE_SPACE": "4"})
-    line = " ".join(made.argv)
-    for options in ("--dtype bfloat16", f"--kv-cache-memory-bytes {64 << 20}", "--distributed-executor-backend uni"):
-        assert options in line
-    wanted = {"OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    assert wanted.items() <= made.env.items()
-    assert not {"VLLM_CPU_KVCACHE_SPACE", "HF_HUB_OFFLINE"} & set(made.env)  # the model is a hub name
-    two = _made(vllm={"tensor_parallel_size": 2})  # workers need processes of their own
-    assert "--tensor-parallel-size 2" in " ".join(two.argv)
-    assert "--distributed-executor-backend" not in two.argv
-    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in two.env
-
-
 def test_the_gpu_command_uses_the_gpu_options() -> None:
-    made = _made("gpu", vllm={"gpu_memory_utilization": 0.4, "tensor_parallel_size": 4})
+    made = _made("gpu", vllm={"gpu_memory_utilization": 0.4})
     assert _value(made.argv, "--gpu-memory-utilization") == "0.4"
-    assert _value(made.argv, "--tensor-parallel-size") == "4"
     assert not {"--enforce-eager", "--kv-cache-memory-bytes", "--enable-sleep-mode"} & set(made.argv)
     shared = _made("gpu", vllm={"gpu_memory_utilization": 0.4, "kv_cache_mb": 64})
     assert _value(shared.argv, "--kv-cache-memory-bytes") == str(64 << 20)
-    assert (
-        _value(shared.argv, "--gpu-memory-utilization") == "0.01"
-    )  # so much has to be free, whatever the trainer holds
-    assert "OMP_NUM_THREADS" not in made.env
-    assert "--enforce-eager" in _made("gpu", vllm={"enforce_eager": True}).argv
+    # so much has to be free, whatever the trainer holds
+    assert _value(shared.argv, "--gpu-memory-utilization") == "0.01"
     raw = experiment("some/model", sleep_while_training=True)
     raw["rollout"]["max_staleness"] = 0
     config = ExperimentConfig.model_validate(raw)
@@ -74,15 +53,12 @@ def test_a_server_in_float32_multiplies_in_float32_where_triton_would_take_tf32(
 
 
 def test_model_and_extra_arguments_are_passed_on_and_code_of_the_model_only_when_trusted(tmp_path: Path) -> None:
-    assert not {"--trust-remote-code", "--hf-overrides"} & set(_made().argv)
+    assert "--trust-remote-code" not in _made().argv
     raw = experiment(str(tmp_path))
-    raw["model"] |= {"trust_remote_code": True, "chat_template": "template.jinja", "revision": "v1"}
-    raw["model"]["head_dtype"] = "float32"
+    raw["model"] |= {"trust_remote_code": True, "revision": "v1", "head_dtype": "float32"}
     raw["inference"]["vllm"]["extra_args"] = ["--max-num-seqs", "3"]
     made = vllm_command(ExperimentConfig.model_validate(raw), 1, platform="cpu", environment={})
     assert "--trust-remote-code" in made.argv
-    assert made.env["HF_HUB_OFFLINE"] == "1"
-    assert _value(made.argv, "--chat-template") == "template.jinja"
     assert _value(made.argv, "--hf-overrides") == '{"head_dtype": "float32"}'
     assert _value(made.argv, "--revision") == _value(made.argv, "--tokenizer-revision") == "v1"
     assert made.argv[-2:] == ["--max-num-seqs", "3"]  # last, so that they win
@@ -118,12 +94,7 @@ def test_a_host_that_others_reach_needs_a_token(host: str) -> None:
     assert "secret" not in " ".join(made.argv)
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1rc1", "0.33.0+cpu"])
-def test_supported_versions_are_taken(version: str) -> None:
-    assert command.is_supported(version)
-
-
-@pytest.mark.parametrize("version", [None, "0.31.2", "0.34.0", "1.27.0", "0.1.dev9+g0123abc", "nonsense"])
+@pytest.mark.parametrize("version", [None, "0.31.2", "0.34.0", "nonsense"])
 def test_another_or_no_version_is_refused_with_those_that_work_and_how_to_install_one(
     monkeypatch: pytest.MonkeyPatch, version: str | None
 ) -> None:
@@ -145,53 +116,14 @@ def test_without_our_plugin_vllm_is_not_usable_so_auto_takes_the_embedded_engine
     assert (usable, "plugin" in reason) == (False, True)
 
 
-def test_asking_for_vllm_imports_neither_vllm_nor_torch_and_the_plugin_does_nothing_in_other_servers() -> None:
-    script = (
-        "import sys\n"
-        "from grpo_async.servers.vllm.command import vllm_usable\n"
-        "from grpo_async.servers.vllm.plugin import register\n"
-        "register()\n"
-        "found = vllm_usable()[1]\n"
-        "assert 'vllm' not in sys.modules\n"
-        "assert 'torch' not in sys.modules or not found.startswith('vllm-cpu'), found\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, env={})
-
-
-def test_every_argument_of_ours_is_refused_of_the_user_or_left_to_them() -> None:
-    """What comes later on a command line counts: `extra_args` may tune these."""
-    left = {"--enable-prefix-caching", "--disable-uvicorn-access-log", "--enforce-eager", "--hf-overrides",
-            "--max-num-batched-tokens", "--max-num-seqs", "--distributed-executor-backend"}  # fmt: skip
-    options = {"expert_parallel": True, "enforce_eager": True, "sleep_while_training": True}
-    raw = experiment("some/model")
-    raw["model"] |= {"revision": "main", "trust_remote_code": True, "chat_template": "t.jinja"}
-    raw["model"]["lora"] = {"rank": 9, "push": "adapter_swap"}
-    raw["inference"]["vllm"] |= {"kv_cache_mb": None, **options}
-    raw["rollout"] = {**raw.get("rollout", {}), "max_staleness": 0}
-    config = ExperimentConfig.model_validate(raw)
-    made = [
-        word
-        for each in (_made("cpu"), _made("gpu"), vllm_command(config, 1, platform="gpu", environment={}))
-        for word in each.argv
-        if word.startswith("--")
-    ]
-    assert {"--chat-template", "--enable-sleep-mode", "--kv-cache-memory-bytes", "--enable-lora"} <= set(made)
-    assert set(made) - left <= set(VLLM_ARGUMENTS)
-
-
-def _seed_of_start(start: str | None, seed: int = 0) -> int:
-    config = ExperimentConfig.model_validate({**experiment("some/model"), "run": {"name": "r", "seed": seed}})
-    return int(_value(vllm_command(config, 1, platform="gpu", environment=_started(start)).argv, "--seed"))
-
-
-def _started(start: str | None) -> dict[str, str]:
-    return {} if start is None else {START_VARIABLE: start}
-
-
 def test_every_start_of_a_server_has_a_seed_of_its_own_which_run_seed_decides() -> None:
-    starts = ["attempt_1/server_0.log", "attempt_1/server_1.log", "attempt_1/server_0.restart_1.log",
-              "attempt_2/server_0.log"]  # fmt: skip
-    seeds = [_seed_of_start(start, seed) for start in starts for seed in (0, 1)]
+    def seed_of(start: str | None, seed: int = 0) -> str:
+        config = ExperimentConfig.model_validate({**experiment("some/model"), "run": {"name": "r", "seed": seed}})
+        environment = {} if start is None else {START_VARIABLE: start}
+        return _value(vllm_command(config, 1, platform="gpu", environment=environment).argv, "--seed")
+
+    starts = ["attempt_1/server_0.log", "attempt_1/server_0.restart_1.log", "attempt_2/server_0.log"]
+    seeds = [seed_of(start, seed) for start in starts for seed in (0, 1)]
     assert len(set(seeds)) == len(seeds)
-    assert seeds == [_seed_of_start(start, seed) for start in starts for seed in (0, 1)]
-    assert len({_seed_of_start(None) for _ in range(4)}) == 4  # started by hand, perhaps on two machines
+    assert seeds == [seed_of(start, seed) for start in starts for seed in (0, 1)]
+    assert len({seed_of(None) for _ in range(4)}) == 4  # started by hand, perhaps on two machines

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_async.training.families import one_sample_per_row
-from tests.e2e.support import REPOSITORY, Run
+from tests.e2e.support import Run
 from tests.support.tiny_model import build_tiny_model
 from tests.training.tiny_families import FAMILIES, build_family
 
@@ -136,17 +135,3 @@ def test_a_run_trains_and_serves_the_family(tmp_path: Path, family: str, has_tow
 
 def even_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
-
-
-def test_the_table_in_the_docs_is_that_of_the_tests() -> None:
-    """docs/models.md names the families that `tests/training/test_policy.py` and the runs above cover, and no others."""
-    rows = ["| family | `model_type` | samples in a row | run with vLLM |", "|---|---|---|---|"]
-    for name, (model_type, _) in FAMILIES.items():
-        model = build_family(name)
-        alone = one_sample_per_row(
-            {**model.config.to_dict(), "layer_types": getattr(model.config, "layer_types", None)}
-        )
-        cells = (name, f"`{model_type}`", "one" if alone else "packed", "yes" if name in SERVED else "-")
-        rows.append(f"| {' | '.join(cells)} |")
-    table = "\n".join(rows)
-    assert table in (REPOSITORY / "docs" / "models.md").read_text(), table

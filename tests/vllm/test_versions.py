@@ -103,23 +103,6 @@ def test_continuations_sample_from_the_policy() -> None:
 
 
 # A client of two engine cores, as data parallelism has it: the worker of the second one could not load.
-_TWO_CORES = """
-import asyncio
-from types import SimpleNamespace
-from grpo_async.servers.vllm import compat
-async def call(utility, method, timeout, args, kwargs, *, engine):
-    assert (utility, method, args) == ("collective_rpc", "load_pushed_weights", ({"version": 3},))
-    return ["", "worker 1: the trainer is gone" if engine == b"1" else ""]
-client = SimpleNamespace(core_engines=[b"0", b"1"], _call_utility_async=call)
-print(asyncio.run(compat.ask_workers(SimpleNamespace(engine_core=client), "load_pushed_weights", {"version": 3})))
-"""
-
-
-def test_the_workers_of_every_engine_core_answer() -> None:
-    """AsyncLLM.collective_rpc would return those of the first core, and parts of two versions would be served by the second."""
-    assert _run(_TWO_CORES).strip() == "['', '', '', 'worker 1: the trainer is gone']"
-
-
 @pytest.mark.vllm
 @pytest.mark.usefixtures("needs_vllm")
 def test_the_check_of_versions_finds_what_we_use_in_the_installed_vllm_and_what_another_lacks() -> None:
