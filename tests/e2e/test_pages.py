@@ -1,7 +1,8 @@
-"""The commands of the README and of the pages work as they stand there."""
+"""The commands of the README and of the pages work as they stand there, and the table of guarantees names tests that are run."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -142,3 +143,44 @@ def test_the_commands_of_the_tutorial_lead_from_init_to_a_model(quickstart_files
         (folder / "sums.yaml").write_text(config, encoding="utf-8")
     assert (folder / "runs" / "sums" / "model" / "model.safetensors").exists()
     assert (folder / "runs" / "sums" / "model_step_2" / "model.safetensors").exists()
+
+
+def _guarantees() -> list[tuple[str, list[Path], str]]:
+    """(what, files of its tests, commands that run them) of each row of the table."""
+    section = (REPOSITORY / "docs" / "guarantees.md").read_text().partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    found = []
+    for what, _, tests, commands in rows:
+        folder, files = REPOSITORY, []
+        for name in re.findall(r"`([\w/]*(?:\.py|/))`", tests):
+            file = REPOSITORY / name if name.startswith("tests/") else folder / name
+            folder = file.parent
+            files.append(file)
+        found.append((what, files, commands))
+    return found
+
+
+def test_every_guarantee_has_tests_that_the_named_command_runs() -> None:
+    guarantees = _guarantees()
+    assert len(guarantees) > 30
+    for what, files, commands in guarantees:
+        assert files, what
+        for file in files:
+            assert file.exists(), f"{what}: {file}"
+            modules = sorted(file.rglob("test_*.py")) if file.is_dir() else [file]
+            in_default = [module for module in modules if _has_a_test_of_the_default(module)]
+            assert bool(in_default) == ("`test.sh`" in commands), f"{what}: {file} is run by {commands}"
+
+
+def _has_a_test_of_the_default(module: Path) -> bool:
+    tree = ast.parse(module.read_text())
+    if any(
+        "nightly" in ast.unparse(n) for n in tree.body if isinstance(n, ast.Assign) and "pytestmark" in ast.unparse(n)
+    ):
+        return False
+    tests = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name.startswith("test_")
+    ]
+    return any("pytest.mark.nightly" not in map(ast.unparse, test.decorator_list) for test in tests)

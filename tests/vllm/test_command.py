@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.names import VLLM_ARGUMENTS
 from grpo_async.errors import ConfigError
 from grpo_async.servers.vllm import command
 from grpo_async.servers.vllm.command import Platform, ServerCommand, serve_vllm, vllm_command
@@ -30,8 +31,9 @@ def _value(argv: list[str], option: str) -> str:
 
 
 def test_the_gpu_command_uses_the_gpu_options() -> None:
-    made = _made("gpu", vllm={"gpu_memory_utilization": 0.4})
+    made = _made("gpu", vllm={"gpu_memory_utilization": 0.4, "tensor_parallel_size": 4})
     assert _value(made.argv, "--gpu-memory-utilization") == "0.4"
+    assert _value(made.argv, "--tensor-parallel-size") == "4"
     assert not {"--enforce-eager", "--kv-cache-memory-bytes", "--enable-sleep-mode"} & set(made.argv)
     shared = _made("gpu", vllm={"gpu_memory_utilization": 0.4, "kv_cache_mb": 64})
     assert _value(shared.argv, "--kv-cache-memory-bytes") == str(64 << 20)
@@ -114,6 +116,27 @@ def test_without_our_plugin_vllm_is_not_usable_so_auto_takes_the_embedded_engine
     monkeypatch.setattr(command.importlib.metadata, "entry_points", lambda **_: [])
     usable, reason = command.vllm_usable()
     assert (usable, "plugin" in reason) == (False, True)
+
+
+def test_every_argument_of_ours_is_refused_of_the_user_or_left_to_them() -> None:
+    """What comes later on a command line counts: `extra_args` may tune these."""
+    left = {"--enable-prefix-caching", "--disable-uvicorn-access-log", "--enforce-eager", "--hf-overrides",
+            "--max-num-batched-tokens", "--max-num-seqs", "--distributed-executor-backend"}  # fmt: skip
+    options = {"expert_parallel": True, "enforce_eager": True, "sleep_while_training": True}
+    raw = experiment("some/model")
+    raw["model"] |= {"revision": "main", "trust_remote_code": True, "chat_template": "t.jinja"}
+    raw["model"]["lora"] = {"rank": 9, "push": "adapter_swap"}
+    raw["inference"]["vllm"] |= {"kv_cache_mb": None, **options}
+    raw["rollout"] = {**raw.get("rollout", {}), "max_staleness": 0}
+    config = ExperimentConfig.model_validate(raw)
+    made = [
+        word
+        for each in (_made("cpu"), _made("gpu"), vllm_command(config, 1, platform="gpu", environment={}))
+        for word in each.argv
+        if word.startswith("--")
+    ]
+    assert {"--chat-template", "--enable-sleep-mode", "--kv-cache-memory-bytes", "--enable-lora"} <= set(made)
+    assert set(made) - left <= set(VLLM_ARGUMENTS)
 
 
 def test_every_start_of_a_server_has_a_seed_of_its_own_which_run_seed_decides() -> None:
