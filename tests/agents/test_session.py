@@ -250,6 +250,19 @@ def test_retries_parallel_calls_and_edits_are_branches_of_the_recorded_ids() -> 
     assert names["b5"].parent == 0
 
 
+def test_of_equal_answers_each_is_continued_by_what_has_the_ids_of_its_calls() -> None:
+    async def agent(session: AgentSession) -> None:
+        said = [(await ask(session, user("q"), tools=[ADD])).message for _ in range(2)]
+        results.update({message["tool_calls"][0]["id"]: text for message, text in zip(said, "AB", strict=True)})
+        for message, text in zip(said, "AB", strict=True):
+            await ask(session, user("q"), message, tool(message["tool_calls"][0], text), tools=[ADD])
+
+    results: dict[str, str] = {}
+    completion, _ = _run(agent, calls("add", a=1), calls("add", a=1), "from one", "from two")
+    turns = [path.turns[0].messages for path in completion.paths]
+    assert {said.tool_calls[0]["id"]: result.content for said, result in turns} == results
+
+
 def test_results_come_in_any_order_and_belong_to_their_calls() -> None:
     async def agent(session: AgentSession) -> None:
         first = await ask(session, user("q"), tools=[ADD])
