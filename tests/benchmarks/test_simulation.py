@@ -39,15 +39,6 @@ def test_a_synchronous_step_is_generation_then_training_then_the_push() -> None:
     assert found["mean staleness"] == found["thrown"] == 0
 
 
-def test_a_staleness_of_one_hides_the_shorter_of_the_two_and_throws_nothing_away() -> None:
-    found = simulate(SETUP)
-    # the servers decode for 10 of 11 s: they stand still in the push
-    assert found["step s"] <= 11.01
-    assert found["servers idle"] <= 0.1
-    assert 0 < found["mean staleness"] <= 1
-    assert found["thrown"] == 0
-
-
 def test_the_plan_estimates_the_seconds_that_the_simulation_finds(tmp_path: Path) -> None:
     """Of all splits of configs/math.yaml, synchronous and not: within a fifth, where a factor of two is promised."""
     task, report = SCENARIOS["math"], tmp_path / "report.json"

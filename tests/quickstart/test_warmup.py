@@ -10,17 +10,8 @@ import pytest
 
 from grpo_async.chat import ChatRenderer
 from grpo_async.quickstart.model import train_tokenizer
-from grpo_async.quickstart.prepare import pad_batch, segments
-from grpo_async.quickstart.tasks import TASKS, Demonstration, Turn
-
-CONVERSATION = Demonstration(
-    prompt="1 + 2 =", turns=(Turn.calling("calculator", {"expression": "1 + 2"}, "3"), Turn(text="3"))
-)
-
-
-@pytest.fixture(scope="module")
-def renderer() -> ChatRenderer:
-    return ChatRenderer(train_tokenizer(["system\nuser\n1 + 2 =\nassistant\n<think>\n"] * 10))
+from grpo_async.quickstart.prepare import segments
+from grpo_async.quickstart.tasks import TASKS, Demonstration
 
 
 def _messages(shown: Demonstration) -> list[dict[str, Any]]:
@@ -45,17 +36,3 @@ def test_the_pieces_of_a_conversation_join_to_the_rendering_of_its_messages(name
             whole = tokenizer.apply_chat_template(_messages(shown), tools=list(task.tools()) or None, tokenize=False)
             assert joined + "\n" == whole
             assert [ids[-1] for ids, is_learned in pieces if is_learned] == [tokenizer.eos_token_id] * len(shown.turns)
-
-
-def test_labels_are_the_ids_of_what_is_learned_and_nothing_else(renderer: ChatRenderer) -> None:
-    tokenizer = renderer.tokenizer
-    rows = [segments(renderer, shown) for shown in (CONVERSATION, Demonstration.of("1 + 1 =", "2"))]
-    input_ids, labels = pad_batch(rows, pad_token_id=tokenizer.pad_token_id)
-    assert input_ids.shape == labels.shape
-    kept = labels != -100
-    assert input_ids[kept].tolist() == labels[kept].tolist()
-    learned = [tokenizer.decode([int(token) for token in row[row != -100]]) for row in labels]
-    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 2"}}\n</tool_call><|im_end|>'
-    assert learned == [f"{call}3<|im_end|>", "2<|im_end|>"]
-    assert input_ids[1, -1] == tokenizer.pad_token_id
-    assert tokenizer.decode(input_ids[0]).startswith("<|im_start|>user\n1 + 2 =")
