@@ -155,19 +155,6 @@ def test_responses_with_tools_by_the_real_client(is_stream: bool, keeps_state: b
     assert "system\nYou add." in policy.chat.completion_text(policy.served[0].request.token_ids)
 
 
-def test_an_answer_that_was_cut_is_said_in_openais_words() -> None:
-    policy = _policy(*["x" * 80] * 2, odd_tokens=1.0)
-
-    async def agent(session: AgentSession) -> None:
-        async with _openai(session) as client:
-            chat = await client.chat.completions.create(model="m", messages=[user("q")], max_completion_tokens=5)
-            assert (chat.usage.completion_tokens, chat.choices[0].finish_reason) == (5, "length")  # type: ignore[union-attr]
-            response = await client.responses.create(model="m", input="q", max_output_tokens=5)
-            assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
-
-    _run(policy, agent, num_branches=1)
-
-
 def test_what_is_called_with_the_second_key_is_answered_and_trained_nowhere() -> None:
     policy = _policy("an answer", "a verdict", "another", per_chunk=2)
 

@@ -34,6 +34,7 @@ class TalkTaskset(vf.Taskset[TalkTask, vf.TasksetConfig]):
         yield TalkTask(vf.TaskData(name="talk", system_prompt="Be brief."), self.config.task)
 
 class TalkConfig(vf.EnvConfig):
+    questions: int = 2
     player: vf.AgentConfig = vf.AgentConfig()
     judge: vf.AgentConfig = vf.AgentConfig()
 
@@ -43,8 +44,9 @@ class TalkEnv(vf.Env[TalkConfig]):
 
     async def run(self, task, agents):
         async with agents.player.interaction(task) as talk:
-            for question in ("One?", "Two?"):
-                await talk.turn(question)
+            for question in ("One?", "Two?", "Three?")[: self.config.questions]:
+                if (await talk.turn(question)).terminated:
+                    return
         question = vf.TaskData(prompt=f"Was this polite? {talk.trace.last_reply}")
         verdict = await agents.judge.run(vf.Task(question))
         if "polite" not in verdict.last_reply:
@@ -53,9 +55,9 @@ class TalkEnv(vf.Env[TalkConfig]):
 """
 
 
-def _play(environment: str, row: dict[str, Any], *answers: str, **options: Any) -> Any:
-    agent = load_environment_agent(AgentSection(environment=environment), max_concurrent=4)
-    return asyncio.run(play(agent, row, answers, **options))
+def _play(environment: str, row: dict[str, Any], *answers: str, arguments: Any = None, **options: Any) -> Any:
+    section = AgentSection(environment=environment, arguments=arguments or {})
+    return asyncio.run(play(load_environment_agent(section, max_concurrent=4), row, answers, **options))
 
 
 @pytest.fixture
@@ -104,10 +106,10 @@ def test_a_user_talks_over_several_turns_rewards_have_their_weights_and_a_judge_
 
 @pytest.mark.usefixtures("modules")
 def test_a_taskset_scores_what_there_is_when_the_budget_of_tokens_is_used_up() -> None:
-    row = next(tasks(TASKSET, taskset={"num_tasks": 1}))
-    result, completion = _play(TASKSET, row, calls("calculator", expression="1"), max_turns=1)
+    (row,) = tasks("verifiers:talk_taskset")
+    result, completion = _play("verifiers:talk_taskset", row, "Yes.", arguments={"questions": 3}, max_turns=1)
     assert completion.truncated
-    assert (result.reward, result.columns["num_tool_calls"]) == (0.0, 1.0)
+    assert result.columns == {"turns": 2.0}  # no token was left for the second, and the third was refused
 
 
 @pytest.mark.nightly

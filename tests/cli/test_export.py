@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import duckdb
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -37,15 +36,6 @@ def test_json_lines_go_to_the_standard_output(run: Path) -> None:
     assert (code, err) == (0, "")
     assert [json.loads(line)["rollout_id"] for line in out.splitlines()] == ["0-1", "1-1"]
     assert _export(str(run), "reward>5") == (0, "", "no rollout matches\n")
-
-
-def test_the_name_of_the_file_says_the_format(run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "found.parquet"
-    code, stdout, err = _export(str(run), "--out", str(out))
-    assert (code, stdout) == (0, "")
-    assert "6 rollouts of 3 groups ->" in err
-    with duckdb.connect() as connection:
-        assert connection.execute("SELECT sum(reward) FROM read_parquet(?)", [str(out)]).fetchall() == [(3.0,)]
 
 
 def test_damage_ends_with_1_and_names_the_way_round(run: Path) -> None:

@@ -61,12 +61,6 @@ def test_a_file_extends_others_and_later_ones_win(tmp_path: Path) -> None:
     assert (config.run.name, config.run.seed) == ("demo", 7)
 
 
-def test_a_section_of_another_type_starts_afresh(tmp_path: Path) -> None:
-    _write(tmp_path, MINIMAL.replace("{type: jsonl, path: t}", "{type: hub, name: x, split: y}"), "base.yaml")
-    path = _write(tmp_path, "extends: base.yaml\ndata: {train: {type: parquet, path: t.csv}}\n")
-    assert load_config(path).data.train.type == "parquet"
-
-
 def test_an_error_points_at_the_file_that_the_value_came_from(tmp_path: Path) -> None:
     _write(tmp_path, MINIMAL + "rollout:\n  group_size: 1\n", "base.yaml")
     path = _write(tmp_path, "extends: base.yaml\n\nrollout:\n  groups_per_step: 0\n")
@@ -121,14 +115,6 @@ def test_a_variable_of_a_base_that_is_replaced_need_not_be_set(tmp_path: Path, m
     monkeypatch.delenv("MISSING", raising=False)
     _write(tmp_path, MINIMAL.replace("path: m}", 'path: "${MISSING}"}'), "base.yaml")
     assert load_config(_write(tmp_path, "extends: base.yaml\nmodel: {path: own}\n")).model.path == "own"
-
-
-def test_a_home_folder_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    overrides = ["run.dir=~/runs", "model.path=~/m", "loss.reference=~/r", "loss.beta=1"]
-    config = load_config(_write(tmp_path, MINIMAL), overrides)
-    assert config.run.dir == Path("/home/me/runs")
-    assert (config.model.path, config.loss.reference) == ("/home/me/m", "/home/me/r")
 
 
 def test_overrides_take_precedence_and_are_read_as_yaml(tmp_path: Path) -> None:

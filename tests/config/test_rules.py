@@ -24,7 +24,6 @@ def _config(**sections: Any) -> ExperimentConfig:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        # data
         ({"data": {"train": JSONL, "sampling": {"retire_solved": 2}}, "training": {"epochs": 2}}, "training.epochs: 2 does not go"),
         # the objective
         ({"loss": {"correction": {}}}, "loss.correction, which weighs"),
@@ -80,17 +79,11 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"rollout": {"agent": {"function": "a:b", "host": "0.0.0.0"}}}, "no address that an agent could connect to"),
         ({"rollout": {"agent": {"function": "a:b", "timeout_s": 600}}}, "rollout.agent.timeout_s: 600 is not less than"),
         (
-            {"rollout": {"agent": {"function": "a:b"}}, "rollout_function": {"function": "a:b"}},
-            "rollout.agent.function does not go with rollout_function",
-        ),
-        (
             {"rollout_function": {"function": "a:b"}, "tools": [{"function": "a:b"}]},
             "rollout_function.function does not go with tools",
         ),
         ({"rewards": []}, "rewards: there are none; name at least one"),
         # servers and weights
-        ({"launch": {"trainer_nodes": 2}}, "launch.trainer_nodes: 2 needs launch.ray: auto"),
-        ({"launch": {"ray": "auto", "colocate": True}}, "launch.colocate does not go with launch.ray"),
         ({"inference": {"urls": ["http://user:key@host:1"]}}, "http://host:port"),
         (
             {"inference": {"urls": ["http://10.0.0.7:8000"]}, "weights": {"host": "127.0.0.1"}},
@@ -105,11 +98,6 @@ def _config(**sections: Any) -> ExperimentConfig:
         (
             {"evaluation": {"every_steps": 3}, "training": {"weight_sync_steps": 2}},
             "evaluation.every_steps: 3 is not a multiple of training.weight_sync_steps: 2",
-        ),
-        (
-            {"evaluation": {"every_steps": 3}, "inference": {"vllm": {"sleep_while_training": True}},
-             "rollout": {"max_staleness": 0}},
-            "evaluation.every_steps: 3 does not go with inference.vllm.sleep_while_training",
         ),
         (
             {"evaluation": {"samples_per_prompt": 16, "temperature": 1.0},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -85,19 +84,6 @@ def _parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
-
-
-def test_parquet_keeps_nested_columns_messages_and_dates(tmp_path: Path) -> None:
-    day = datetime.date(2024, 2, 29)
-    messages = [{"role": "user", "content": "2+2", "name": None}]
-    path = _parquet(tmp_path / "a", [{"prompt": messages, "reward_model": {"ground_truth": "4"}, "day": day}])
-    (row,) = _load("parquet", path=path, columns={"reward_model.ground_truth": "answer"})
-    assert row == {
-        "prompt": [{"role": "user", "content": "2+2"}],
-        "reward_model": {"ground_truth": "4"},
-        "day": day,
-        "answer": "4",
-    }
 
 
 def test_parquet_is_read_in_batches_and_a_folder_in_the_order_of_names(

@@ -24,8 +24,6 @@ from scripts import install
 from scripts.install import torch_attempts
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("bootstrap.sh", "quickstart.sh", "test.sh", "check", "update-constraints", "install-browser", "release")
-SCRIPTS = [*(ROOT / "scripts" / name for name in NAMES), ROOT / ".ci/run"]
 
 
 def _program(file: Path, text: str) -> None:
@@ -81,13 +79,6 @@ def test_quickstart_installs_prepares_and_trains_a_run_of_its_own_and_resumes_th
     vllm = calls("--vllm", "--seed", "3")
     assert vllm[0] == "bootstrap.sh --with-vllm"
     assert vllm[2] == "grpo-async train configs/quickstart-vllm.yaml --set run.name=quickstart-vllm-1 --set run.seed=3"
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_a_script_parses_and_is_executable(script: Path) -> None:
-    assert os.access(script, os.X_OK), f"chmod +x {script}"
-    result = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_the_dockerfile_for_gpus_has_the_pinned_vllm() -> None:

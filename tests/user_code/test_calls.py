@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -29,15 +28,6 @@ def test_what_is_raised_is_a_value_with_one_line(error: BaseException, summary: 
     for raised in (UserCall(fails).attempt(), asyncio.run(UserCall(fails_later).attempt_async())):
         assert isinstance(raised, Raised)
         assert (raised.error, raised.summary) == (error, summary)
-
-
-def test_the_place_is_the_last_line_of_the_users_own_code_whatever_library_raised() -> None:
-    def fails() -> None:
-        json.loads("{")
-
-    raised = UserCall(fails).attempt()
-    assert isinstance(raised, Raised)
-    assert raised.place == f" ({__file__}, line {fails.__code__.co_firstlineno + 1})"
 
 
 def test_a_cancelled_error_of_the_functions_own_is_a_value_and_one_of_the_caller_is_not() -> None:

@@ -55,6 +55,11 @@ def test_nothing_of_a_copy_that_can_be_changed_is_shared(value: Any) -> None:
     assert not {id(each) for each in _reached(value)} & {id(each) for each in _reached(copied)}
 
 
+def test_equal_entries_of_a_list_are_copied_apart() -> None:
+    first, second = own_copy([[1]] * 2)
+    assert first is not second
+
+
 def test_what_cannot_be_copied_is_shared_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     lock = threading.Lock()
     with caplog.at_level(logging.WARNING):

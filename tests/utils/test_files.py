@@ -33,4 +33,7 @@ def test_whenever_it_ends_one_of_the_two_is_whole(tmp_path: Path, monkeypatch: p
     assert (aside / "file").read_text() == "old"
     put_in_place(made, folder, aside=aside)
     assert (folder / "file").read_text() == "new"
+    _folder(aside, "of a call that was killed at the end")
+    put_in_place(_folder(made, "newest"), folder, aside=aside)
+    assert (folder / "file").read_text() == "newest"
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 
-from grpo_async.utils.files import numbers, parse_object, read_object, read_objects
-from grpo_async.utils.text import finite
-
-
-def test_only_what_is_a_finite_number_counts_as_one() -> None:
-    given = {"a": 1, "b": 0.5, "c": True, "d": "1", "e": None, "f": math.nan, "g": math.inf, "h": 10**400}
-    assert numbers(given) == {"a": 1.0, "b": 0.5}
-    assert numbers([1]) == {}
-    assert finite(10**400) is None
+from grpo_async.utils.files import parse_object, read_object, read_objects
 
 
 @pytest.mark.parametrize(
