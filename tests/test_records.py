@@ -31,9 +31,3 @@ def test_only_tokens_that_are_trained_bring_the_likeliest_of_their_positions_int
     assert replace(path, turns=[*path.turns, make_turn([8])]).top is None  # nothing is known of the last
     with pytest.raises(ValueError, match="2 trained tokens, and 3 rows"):
         replace(make_sample(), top=path.top)
-
-
-def test_a_sample_knows_its_oldest_trained_version() -> None:
-    sample = make_sample(version=4)
-    assert sample.oldest_version == 4  # not the -1 of the prompt
-    assert sample.num_trained_tokens == 2

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_async.agents.agent import Agent, AgentResult
-from grpo_async.agents.session import AgentSession
 from grpo_async.quickstart.prepare import prepare
 from grpo_async.records import RolloutCompletion, RolloutStatus
-from tests.agents.support import FakePolicy, check_exact, renderer, serving, settings
+from tests.agents.support import FakePolicy, check_exact, renderer, serving
 from tests.e2e.support import REPOSITORY, make_run
 
 FILES = {
@@ -26,27 +25,21 @@ FILES = {
 """Name -> text: the first line of a block names the file."""
 
 
-async def play_in_turn(
-    agent: Agent, *rollouts: tuple[Mapping[str, Any], Sequence[str]], all_trained: bool = True, **limits: Any
-) -> list[tuple[AgentResult, RolloutCompletion]]:
-    """Rollouts of one agent, each with its row and the policy's answers, whose tokens are checked if `all_trained`."""
-    found = []
-    said: Iterator[str] = iter(())
+async def play(
+    agent: Agent, row: Mapping[str, Any], answers: Sequence[str], *, all_trained: bool = True, **limits: Any
+) -> tuple[AgentResult, RolloutCompletion]:
+    """A rollout of an agent with these answers of the policy; its tokens are checked if `all_trained`."""
+    said = iter(answers)
     policy = FakePolicy(renderer(), lambda _: next(said))
     try:
-        async with serving(policy, **limits) as (endpoint, _):
-            given = settings(stop_token_ids=policy.chat.end_of_turn_ids, **limits)
-            for number, (row, answers) in enumerate(rollouts):
-                said = iter(answers)
-                session = AgentSession(endpoint.sessions, f"g8-r{number}", settings=given, seed=number)
-                result = await agent.run(dict(row), session)
-                found.append((result, session.completion(RolloutStatus.FINISHED)))
-                policy.served = [each for each in policy.served if each.request.request_id.startswith(f"g8-r{number}")]
-                if all_trained:
-                    check_exact(policy, found[-1][1])
+        async with serving(policy, **limits) as (_, session):
+            result = await agent.run(dict(row), session)
+            completion = session.completion(RolloutStatus.FINISHED)
     finally:
         await agent.aclose()
-    return found
+    if all_trained:
+        check_exact(policy, completion)
+    return result, completion
 
 
 def learn(folder: Path, *overrides: str) -> None:

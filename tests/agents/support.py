@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_async.agents.apis import Exchange
 from grpo_async.agents.calls import Call
 from grpo_async.agents.endpoint import AgentEndpoint
 from grpo_async.agents.history import Answer, HistoryRenderer
@@ -188,13 +187,6 @@ def calls(name: str, **arguments: Any) -> str:
 
 async def ask(session: AgentSession, *messages: dict[str, Any], tools: Sequence[Any] = (), **fields: Any) -> Answer:
     return await session.complete(Call(messages=messages, tools=tools, **fields), secrets.token_hex(4))
-
-
-async def exchange(session: AgentSession, kind: type[Exchange], body: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """As the endpoint does it, without HTTP."""
-    made = kind(body, "tiny", session.api_state)
-    reply = await session.complete(made.call, made.id)
-    return reply, json.loads(json.dumps(made.answer(reply)))
 
 
 def check_exact(

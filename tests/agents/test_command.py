@@ -21,7 +21,6 @@ import pytest
 from grpo_async.agents.agent import AgentError, AgentResult
 from grpo_async.agents.command import load_command_agent
 from grpo_async.config.sections import AgentSection
-from grpo_async.errors import ConfigError
 from tests.support.waiting import until
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -75,21 +74,18 @@ def test_a_command_gets_the_row_and_the_model_and_says_its_result(monkeypatch: p
     monkeypatch.setenv("GRPO_ASYNC_TOKEN", "of the servers")
     monkeypatch.setenv("NO_PROXY", "example.org")
     code = """
-        import json, os, signal, sys
+        import json, os, sys
         row = json.load(sys.stdin)
-        process = {
-            "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "oom_score_adj": open("/proc/self/oom_score_adj").read()
-        }
         names = [n for n in os.environ if n.startswith(("OPENAI", "ANTHROPIC", "GRPO_ASYNC", "NO_PROXY"))]
         print("step 1\\n", file=sys.stderr)
-        result = {"reward": 0.5, "row": row, "env": {n: os.environ[n] for n in names}, **process}
+        oom = open("/proc/self/oom_score_adj").read()
+        result = {"reward": 0.5, "row": row, "env": {n: os.environ[n] for n in names}, "oom_score_adj": oom}
         print("thinking\\n\\n" + json.dumps(result) + "\\n")
     """
     row = {"prompt": [{"role": "user", "content": "2 + 2 ="}], "answer": "4"}
     result = asyncio.run(_run([*PYTHON, textwrap.dedent(code)], row))
     assert result.reward == 0.5
     assert result.columns["row"] == row
-    assert result.columns["blocked"] == 0
     assert result.columns["oom_score_adj"] == "1000\n"  # without memory it goes before the trainer
     given = result.columns["env"]
     assert given.pop(MARK)
@@ -109,10 +105,8 @@ def test_a_command_gets_the_row_and_the_model_and_says_its_result(monkeypatch: p
     ("printed", "reward", "columns"),
     [
         ("", None, {}),
-        ("0.25", 0.25, {}),
         ('{"reward": null, "tests": 3}', None, {"tests": 3}),
         ('{\n  "reward": 1\n}', 1.0, {}),  # the whole of it
-        ('50%\r{"reward": 1}', 1.0, {}),
         ('a log\n{"reward": 1, "said": "a\u2028b"}', 1.0, {"said": "a\u2028b"}),  # JSON.stringify does not escape it
     ],
 )
@@ -122,13 +116,7 @@ def test_a_result_is_a_number_an_object_or_nothing(printed: str, reward: float |
 
 
 def test_a_row_may_hold_what_json_has_not_and_what_other_libraries_refuse() -> None:
-    row = {
-        "prompt": "hi",
-        "number": 2**70,
-        "text": "\ud800",
-        "score": float("nan"),
-        "day": datetime.datetime(2024, 2, 29),
-    }
+    row = {"number": 2**70, "text": "\ud800", "score": float("nan"), "day": datetime.datetime(2024, 2, 29)}
     code = "import sys; print('{\"row\": ' + sys.stdin.read() + '}')"
     given = asyncio.run(_run([*PYTHON, code], row)).columns["row"]
     assert given == {**row, "score": None, "day": "2024-02-29T00:00:00"}
@@ -150,24 +138,9 @@ def test_a_command_that_fails_says_why(code: str, section: dict[str, Any], told:
         asyncio.run(asyncio.wait_for(_run([*PYTHON, code], **section), 15.0))  # less than the other cases' timeout_s
 
 
-@pytest.mark.parametrize(
-    ("command", "told"),
-    [
-        (["no-such-program"], r"rollout\.agent\.command: no-such-program is no program on PATH"),
-        (["python3", "no_such_agent.py"], r"no_such_agent\.py does not exist"),
-    ],
-)
-def test_a_command_that_is_not_there_is_named_at_the_start(command: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        load_command_agent(AgentSection(command=command))
-
-
-def test_what_a_command_leaves_running_ends_with_it() -> None:
+def test_what_a_command_leaves_running_ends_with_it_even_if_it_kills_its_process_group() -> None:
     """The fixture looks for it."""
     assert asyncio.run(_run([*PYTHON, SELF_DAEMONIZING + "print(1.0)"])).reward == 1.0
-
-
-def test_a_command_that_kills_its_process_group_takes_nobody_along_and_leaves_nobody() -> None:
     with pytest.raises(AgentError, match="was killed by SIGKILL"):
         asyncio.run(_run([*PYTHON, SELF_DAEMONIZING + "os.killpg(0, 9)"]))
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
+from grpo_async.agents.apis import ChatCompletion
 from grpo_async.agents.calls import ApiError
 from grpo_async.agents.history import Answer
 from grpo_async.agents.session import AgentSession
@@ -19,7 +18,7 @@ from grpo_async.buffer.ledger import is_balanced
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import GroupStatus, RolloutCompletion, RolloutStatus
-from tests.agents.support import ADD, FakePolicy, check_exact, exchange, make_session, renderer, text_ids, tool
+from tests.agents.support import ADD, FakePolicy, check_exact, make_session, renderer, text_ids, tool
 from tests.support.records import start_group
 
 NUM_CONVERSATIONS = 500
@@ -63,18 +62,17 @@ async def _check_all() -> None:
 
 @dataclass
 class _Held:
-    """A history as a client holds it, and what the API sends with each of its calls. `grows`: its last answer was recorded, and all
-    that follows it are results of its calls and messages of users."""
+    """A history as a client holds it. `grows`: its last answer was recorded, and all that follows it are results of its calls and
+    messages of users."""
 
     messages: list[dict[str, Any]]
     tools: list[Any]
-    api: type[Exchange]
     grows: bool = False
 
 
 class Conversation:
     """A client that does to its histories what clients do. `histories` are lists of messages of Chat Completions, each of which may
-    be continued; each goes through one of three APIs.
+    be continued. The other APIs: test_endpoint.py.
 
     Args:
         policy: what answers, with what it has `served`; default one without a model.
@@ -130,7 +128,7 @@ class Conversation:
         chance = self.chance
         if not self.histories or chance.random() < 0.1:  # the first, or a sub-agent
             messages = [{"role": "system", "content": self._text()}, {"role": "user", "content": self._text()}]
-            return _Held(messages, chance.choice([[ADD], [ADD, OTHER], []]), chance.choice(list(_BODIES)))
+            return _Held(messages, chance.choice([[ADD], [ADD, OTHER], []]))
         chosen = chance.choice(self.histories)
         messages = json.loads(json.dumps(chosen.messages))
         held = replace(chosen, messages=messages)
@@ -155,13 +153,15 @@ class Conversation:
 
     async def _call(self, session: AgentSession, held: _Held) -> None:
         chance = self.chance
-        write, read = _BODIES[held.api]
-        body = write(_without(held.messages), held.tools)
+        body = json.loads(
+            json.dumps({"messages": held.messages, "tools": held.tools})
+        )  # a client sends text, not our objects
         if chance.random() < 0.1:
-            body[_LIMITS[held.api]] = chance.choice([4, 30])
+            body["max_completion_tokens"] = chance.choice([4, 30])
         if chance.random() < 0.1:
-            body["stop"] = body["stop_sequences"] = ["Paris"]
-        asking = asyncio.create_task(exchange(session, held.api, body))
+            body["stop"] = ["Paris"]
+        made = ChatCompletion(body, "tiny", session.api_state)
+        asking = asyncio.create_task(session.complete(made.call, made.id))
         if chance.random() < 0.15:
             for _ in range(chance.randint(1, 4)):
                 await asyncio.sleep(0)
@@ -169,13 +169,13 @@ class Conversation:
             if isinstance((await asyncio.gather(asking, return_exceptions=True))[0], asyncio.CancelledError):
                 self.num_lost += 1
                 return
-        reply, answer = await asking
+        reply = await asking
         if held.grows and self.family == "qwen2_5" and reply.ids:
             self._check_growth(reply)
             self.num_grown += 1
         self.answered.append([*reply.request.context, *reply.ids])
         assert reply.request.num_tokens + len(reply.ids) == len(self.answered[-1])
-        kept = self._as_clients_keep_it(read(answer))
+        kept = self._as_clients_keep_it(made.answer(reply)["choices"][0]["message"])
         self.histories.append(replace(held, messages=[*held.messages, kept], grows=bool(reply.ids)))
 
     def _check_growth(self, reply: Answer) -> None:
@@ -200,101 +200,3 @@ class Conversation:
         if self.chance.random() < 0.3:
             kept["content"] = (kept["content"] or "").strip()
         return kept
-
-
-def _without(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return json.loads(json.dumps(messages))  # type: ignore[no-any-return]  # a client sends text, not our objects
-
-
-def _chat_body(history: list[dict[str, Any]], tools: list[Any]) -> dict[str, Any]:
-    return {"messages": history, "tools": tools}
-
-
-def _responses_body(history: list[dict[str, Any]], tools: list[Any]) -> dict[str, Any]:
-    items: list[dict[str, Any]] = []
-    for message in history:
-        if message["role"] == "tool":
-            items.append(
-                {"type": "function_call_output", "call_id": message["tool_call_id"], "output": message["content"]}
-            )
-            continue
-        if message.get("content") or not message.get("tool_calls"):
-            items.append({"role": message["role"], "content": message["content"] or ""})
-        for call in message.get("tool_calls") or []:
-            items.append({"type": "function_call", "call_id": call["id"], **call["function"]})
-    return {"input": items, "tools": [{"type": "function", **tool["function"]} for tool in tools]}
-
-
-def _messages_body(history: list[dict[str, Any]], tools: list[Any]) -> dict[str, Any]:
-    messages: list[dict[str, Any]] = []
-    for message in history[1:]:
-        if message["role"] == "tool":
-            blocks = [{"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": message["content"]}]
-            messages.append({"role": "user", "content": blocks})
-            continue
-        blocks = [{"type": "text", "text": message["content"]}] if message.get("content") else []
-        for call in message.get("tool_calls") or []:
-            function = call["function"]
-            blocks.append(
-                {
-                    "type": "tool_use",
-                    "id": call["id"],
-                    "name": function["name"],
-                    "input": json.loads(function["arguments"]),
-                }
-            )
-        messages.append({"role": message["role"], "content": blocks})
-    return {
-        "system": history[0]["content"],
-        "messages": messages,
-        "max_tokens": 10_000,
-        "tools": [
-            {
-                "name": t["function"]["name"],
-                "description": t["function"].get("description"),
-                "input_schema": t["function"]["parameters"],
-            }
-            for t in tools
-        ],
-    }
-
-
-def _chat_answer(answer: dict[str, Any]) -> dict[str, Any]:
-    message: dict[str, Any] = answer["choices"][0]["message"]
-    return message
-
-
-def _responses_answer(answer: dict[str, Any]) -> dict[str, Any]:
-    text = "".join(part["text"] for item in answer["output"] if item["type"] == "message" for part in item["content"])
-    calls = [
-        {"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": item["arguments"]}}
-        for item in answer["output"]
-        if item["type"] == "function_call"
-    ]
-    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
-
-
-def _messages_answer(answer: dict[str, Any]) -> dict[str, Any]:
-    text = "".join(block["text"] for block in answer["content"] if block["type"] == "text")
-    calls = [
-        {
-            "id": block["id"],
-            "type": "function",
-            "function": {"name": block["name"], "arguments": json.dumps(block["input"])},
-        }
-        for block in answer["content"]
-        if block["type"] == "tool_use"
-    ]
-    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
-
-
-_BODIES: dict[type[Exchange], tuple[Callable[..., dict[str, Any]], Callable[..., dict[str, Any]]]] = {
-    ChatCompletion: (_chat_body, _chat_answer),
-    Responses: (_responses_body, _responses_answer),
-    Messages: (_messages_body, _messages_answer),
-}
-_LIMITS: dict[type[Exchange], str] = {
-    ChatCompletion: "max_completion_tokens",
-    Responses: "max_output_tokens",
-    Messages: "max_tokens",
-}

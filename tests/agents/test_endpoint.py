@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -51,7 +50,8 @@ def _run(policy: FakePolicy, agent: Callable[[AgentSession], Any], *, num_branch
     return asyncio.run(main())
 
 
-THOUGHT = f"<think>\n1 and 2\n</think>\n\nI add.\n{calls('add', a=1, b=2)}"
+THOUGHT = f"<think>\n1 and 2\n</think>\n\nI add.\n{calls('add', a=1, b=2)}\n{calls('add', a=3, b=4)}"
+ARGUMENTS = [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -74,9 +74,9 @@ def test_chat_completions_with_tools_by_the_real_client(is_stream: bool) -> None
             choice = first.choices[0]
             assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I add.")
             assert choice.message.reasoning_content == "1 and 2"
-            [call] = choice.message.tool_calls
-            assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
-            messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+            made = choice.message.tool_calls
+            assert [json.loads(call.function.arguments) for call in made] == ARGUMENTS
+            messages += [choice.message, *({"role": "tool", "tool_call_id": call.id, "content": "3"} for call in made)]
             second = await complete(client, messages=messages)
             assert (second.choices[0].finish_reason, second.choices[0].message.content) == ("stop", "It is 3.")
             assert second.usage.prompt_tokens > first.usage.total_tokens
@@ -91,7 +91,7 @@ def test_messages_with_tools_by_the_real_client(is_stream: bool) -> None:
     )
 
     async def complete(client: anthropic.AsyncAnthropic, **fields: Any) -> Any:
-        fields = {"model": "any", "max_tokens": 80, "system": "You add.", "tools": [TOOL], **fields}
+        fields = {"model": "any", "max_tokens": 300, "system": "You add.", "tools": [TOOL], **fields}
         if not is_stream:
             return await client.messages.create(**fields)
         async with client.messages.stream(**fields) as stream:
@@ -102,25 +102,18 @@ def test_messages_with_tools_by_the_real_client(is_stream: bool) -> None:
             messages: list[Any] = [user("1 + 2?")]
             count = await client.messages.count_tokens(model="any", messages=messages, tools=[TOOL], system="You add.")
             first = await complete(client, messages=messages, thinking={"type": "enabled", "budget_tokens": 1024})
-            assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+            assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
             assert (first.content[0].thinking, first.content[1].text) == ("1 and 2", "I add.")
-            assert (first.content[2].input, first.stop_reason) == ({"a": 1, "b": 2}, "tool_use")
+            assert ([block.input for block in first.content[2:]], first.stop_reason) == (ARGUMENTS, "tool_use")
             assert is_stream or first.usage.input_tokens == count.input_tokens
-            result = {
-                "type": "tool_result",
-                "tool_use_id": first.content[2].id,
-                "content": [{"type": "text", "text": "3"}],
-            }
-            messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+            text = [{"type": "text", "text": "3"}]
+            results = [{"type": "tool_result", "tool_use_id": use.id, "content": text} for use in first.content[2:]]
+            messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
             second = await complete(client, messages=messages)
             assert [block.type for block in second.content] == ["text"]  # thinking was not asked for
             assert (second.content[0].text, second.stop_reason) == ("It is 3.", "end_turn")
             third = await complete(client, messages=[user("q")], tools=[], stop_sequences=["THE"])
-            assert (third.content[0].text, third.stop_reason, third.stop_sequence) == (
-                "one two ",
-                "stop_sequence",
-                "THE",
-            )
+            assert (third.content[0].text, third.stop_sequence) == ("one two ", "THE")
             fourth = await complete(client, messages=[user("q")], tools=[], max_tokens=5)
             assert fourth.stop_reason == "max_tokens"
             fifth = await complete(client, messages=[user("q")], stop_sequences=["</tool_call>"])
@@ -146,81 +139,20 @@ def test_responses_with_tools_by_the_real_client(is_stream: bool, keeps_state: b
         async with _openai(session) as client:
             items: list[Any] = [{"role": "user", "content": "1 + 2?"}]
             first = await complete(client, input=items)
-            assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+            assert [item.type for item in first.output] == ["reasoning", "message", "function_call", "function_call"]
             assert (first.status, first.output_text) == ("completed", "I add.")
-            result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "3"}
+            results = [
+                {"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in first.output[2:]
+            ]
             if keeps_state:
-                second = await complete(client, input=[result], previous_response_id=first.id)
+                second = await complete(client, input=results, previous_response_id=first.id)
             else:
                 output = [item.model_dump(exclude_none=True) for item in first.output]
-                second = await complete(client, input=[*items, *output, result])
+                second = await complete(client, input=[*items, *output, *results])
             assert (second.output_text, second.usage.input_tokens > first.usage.input_tokens) == ("It is 3.", True)
 
     _run(policy, agent)
     assert "system\nYou add." in policy.chat.completion_text(policy.served[0].request.token_ids)
-
-
-def test_what_ends_an_answer_is_said_in_the_words_of_each_api() -> None:
-    long = "one two THE END" + "x" * 80
-    policy = _policy(*[long] * 3, odd_tokens=1.0)
-
-    async def agent(session: AgentSession) -> None:
-        async with _openai(session) as client:
-            chat = await client.chat.completions.create(model="m", messages=[user("q")], stop="THE")
-            assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("one two ", "stop")
-            assert chat.choices[0].model_dump()["stop_reason"] == "THE"
-            chat = await client.chat.completions.create(model="m", messages=[user("q")], max_completion_tokens=5)
-            assert (chat.usage.completion_tokens, chat.choices[0].finish_reason) == (5, "length")  # type: ignore[union-attr]
-            response = await client.responses.create(model="m", input="q", max_output_tokens=5)
-            assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
-
-    _run(policy, agent, num_branches=2)
-
-
-def test_settings_of_sampling_come_through_every_api() -> None:
-    policy = _policy(*"abc")
-    schema = {"type": "object", "properties": {}}
-    form = {"type": "json_schema", "schema": schema}
-
-    async def main() -> None:
-        async with serving(policy) as (_, session):
-            client = _openai(session).with_options(api_key=session.untrained_key)
-            other = _anthropic(session).with_options(api_key=session.untrained_key)
-            given: dict[str, Any] = {"model": "m", "temperature": 0.25, "top_p": 0.5}
-            nested: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-            more = {"top_k": 3, "min_p": 0.125}
-            chat: Any = client.chat.completions.create
-            await chat(**given, messages=[user("q")], seed=3, response_format=nested, extra_body=more)
-            await client.responses.create(
-                **given, input="q", extra_body={"top_k": -1}, text={"format": {"name": "x", **form}}
-            )  # type: ignore[typeddict-item]
-            messages: Any = other.messages.create
-            body = given | {"top_k": 3, "output_config": {"format": form}}
-            await messages(model="m", max_tokens=9, messages=[user("q")], extra_body=body)
-            for each in (client, other):
-                await each.close()
-
-    asyncio.run(main())
-    asked = [served.request for served in policy.served]
-    assert {(each.temperature, each.top_p) for each in asked} == {(0.25, 0.5)}
-    assert [each.top_k for each in asked] == [3, 0, 3]
-    assert [each.min_p for each in asked] == [0.125, 0.0, 0.0]
-    assert [each.seed == 3 for each in asked] == [True, False, False]
-    assert [each.structured_outputs for each in asked] == [{"json": schema}] * 3
-
-
-@pytest.mark.parametrize(
-    ("api", "body", "ignored"),
-    [
-        (ChatCompletion, {"parallel_tool_calls": True, "chat_template_kwargs": {}, "stop_token_ids": None}, []),
-        (ChatCompletion, {"parallel_tool_calls": False, "n": 1}, ["parallel_tool_calls"]),
-        (Responses, {"input": "q", "reasoning": {"effort": "low"}}, ["reasoning.effort"]),
-    ],
-)
-def test_settings_that_change_the_answer_and_have_no_effect_are_known_as_ignored(
-    api: type[Exchange], body: dict[str, Any], ignored: list[str]
-) -> None:
-    assert api({"messages": [user("q")], **body}, "m", {}).call.ignored == ignored
 
 
 def test_what_is_called_with_the_second_key_is_answered_and_trained_nowhere() -> None:
@@ -229,7 +161,7 @@ def test_what_is_called_with_the_second_key_is_answered_and_trained_nowhere() ->
     async def main() -> RolloutCompletion:
         async with serving(policy) as (_, session):
             async with _openai(session) as client:
-                asking: dict[str, Any] = {"model": "m", "messages": [user("q")]}
+                asking: dict[str, Any] = {"model": "m", "messages": [user("q")], "temperature": 0.25, "seed": 3}
                 await client.chat.completions.create(**asking)
                 judge = client.with_options(api_key=session.untrained_key)
                 verdict = await judge.chat.completions.create(**asking)
@@ -245,6 +177,9 @@ def test_what_is_called_with_the_second_key_is_answered_and_trained_nowhere() ->
     assert [message.content for message in completion.completion_messages()] == ["an answer"]
     assert not completion.branches
     assert completion.num_sampled_tokens == len(policy.served[0].ids)
+    # what is trained is sampled with the settings of the run
+    assert [served.request.temperature for served in policy.served] == [1.0, 0.25, 0.25]
+    assert [served.request.seed == 3 for served in policy.served] == [False, True, True]
 
 
 def test_a_key_is_of_one_rollout_until_it_ends() -> None:
@@ -254,9 +189,6 @@ def test_a_key_is_of_one_rollout_until_it_ends() -> None:
         async with serving(policy) as (endpoint, session):
             async with _openai(session) as client:
                 assert [model.id async for model in client.models.list()] == ["tiny"]
-                assert (await client.models.retrieve("other")).id == "other"
-                async with _anthropic(session) as other:
-                    assert [model.id async for model in other.models.list()] == ["tiny"]
                 session.close()
                 with pytest.raises(openai.AuthenticationError, match="no rollout that is running") as caught:
                     await client.chat.completions.create(model="m", messages=[user("q")])
@@ -272,53 +204,28 @@ def test_a_key_is_of_one_rollout_until_it_ends() -> None:
 
 CHAT: dict[str, Any] = {"messages": [user("q")]}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
-ONE_CALL = {"role": "assistant", "tool_calls": {"id": "1", "type": "function", "function": {"name": "add"}}}  # no list
 LISTED_ID = {"role": "assistant", "tool_calls": [{"id": ["1"], "type": "function", "function": {"name": "add"}}]}
 TOOL_RESULT = {"role": "tool", "tool_call_id": "1", "content": "3"}
 NAMED = {"type": "function", "function": {"name": "add"}}
 TWO_CALLS = {"role": "assistant", "tool_calls": [{"id": "1", **NAMED}, {"id": "2", **NAMED}]}
-FUNCTION_CALL = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
         ("chat/completions", b"{", 400, None),
-        ("chat/completions", [], 400, None),
-        ("chat/completions", {}, 400, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "messages[0].content"),
-        ("chat/completions", {"messages": [{"role": "alien"}]}, 400, "messages[0].role"),
-        ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].tool_call_id"),
-        ("chat/completions", {"messages": [ONE_CALL]}, 400, "messages[0].tool_calls"),
         ("chat/completions", {"messages": [LISTED_ID, TOOL_RESULT]}, 400, "messages[0].tool_calls"),
         ("chat/completions", CHAT | {"tools": [{"type": "web_search"}]}, 400, "tools[0]"),
         ("chat/completions", CHAT | {"tool_choice": "required"}, 400, "tool_choice"),
-        (
-            "chat/completions",
-            CHAT | {"tools": [ADD], "tool_choice": NAMED | {"function": {"name": "sub"}}},
-            400,
-            "tool_choice",
-        ),
-        ("chat/completions", CHAT | {"response_format": {"type": "grammar"}}, 400, "response_format"),
-        ("chat/completions", CHAT | {"continue_final_message": True}, 400, "continue_final_message"),
         ("chat/completions", {"messages": [user("q"), {"role": "assistant", "content": "It is"}]}, 400, "messages"),
-        (
-            "chat/completions",
-            {"messages": [user("q"), TWO_CALLS, TOOL_RESULT]},
-            400,
-            "messages",
-        ),  # one of two is missing
+        ("chat/completions", {"messages": [user("q"), TWO_CALLS, TOOL_RESULT]}, 400, "messages"),
         ("chat/completions", {"messages": [user("q"), TOOL_RESULT]}, 400, "messages"),  # of no call
-        ("responses", {"input": [user("q"), FUNCTION_CALL]}, 400, "messages"),
-        ("responses", {"input": "q", "conversation": "conv_1"}, 400, "conversation"),
-        ("responses", {"input": "q", "include": ["message.output_text.logprobs"]}, 400, "include"),
         ("chat/completions", CHAT | {"n": 2}, 400, "n"),
         ("chat/completions", CHAT | {"logprobs": True}, 400, "logprobs"),
-        ("chat/completions", CHAT | {"stop": 3, "stream": True}, 400, "stop"),
         ("completions", {"prompt": "a"}, 404, None),
         ("responses", {"input": [{"type": "image_generation_call"}]}, 400, "input[0]"),
         ("responses", {"input": "q", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
-        ("responses", {"input": "q", "tools": [{"type": "web_search"}]}, 400, "tools[0]"),
     ],
 )
 def test_what_is_not_supported_is_refused_in_openais_format(
@@ -335,33 +242,11 @@ def test_what_is_not_supported_is_refused_in_openais_format(
     _run(_policy(), agent)
 
 
-def _used(*ids: str) -> dict[str, Any]:
-    return {
-        "role": "assistant",
-        "content": [{"type": "tool_use", "id": name, "name": "add", "input": {}} for name in ids],
-    }
-
-
-def _results(*ids: str, before: Sequence[Any] = ()) -> dict[str, Any]:
-    blocks = [{"type": "tool_result", "tool_use_id": name, "content": "3"} for name in ids]
-    return {"role": "user", "content": [*before, *blocks]}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools\\[0\\]"),
-        ({"extra_body": {"context_management": {"edits": [{}]}}}, "context_management"),
-        ({"extra_body": {"thread": {"type": "create"}}}, "thread_unsupported_request"),
-        ({"messages": [user("q"), _used("1"), _results("1", before=[{"type": "text", "text": "first"}])]}, "before"),
-        ({"messages": [{"role": "developer", "content": "x"}]}, "role"),
-    ],
-)
-def test_what_is_not_supported_is_refused_in_anthropics_format(changes: dict[str, Any], message: str) -> None:
+def test_what_is_not_supported_is_refused_in_anthropics_format() -> None:
     async def agent(session: AgentSession) -> None:
         async with _anthropic(session) as client:
-            body: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [user("q")], **changes}
-            with pytest.raises(anthropic.BadRequestError, match=message) as caught:
+            body: Any = {"model": "m", "max_tokens": 9, "messages": [user("q")], "extra_body": {"thread": {"id": "x"}}}
+            with pytest.raises(anthropic.BadRequestError, match="thread_unsupported_request") as caught:
                 await client.messages.create(**body)
             assert caught.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index, call-overload]
 
@@ -377,8 +262,8 @@ ROME = '{"name": "Rome", "size": 3}'
 ASKED: dict[str, Any] = {"model": "m", "messages": [user("q")]}
 
 
-async def _chat_parse(client: openai.AsyncOpenAI, **fields: Any) -> Any:
-    return (await client.chat.completions.parse(**ASKED, response_format=City, **fields)).choices[0].message.parsed
+async def _chat_parse(client: openai.AsyncOpenAI) -> Any:
+    return (await client.chat.completions.parse(**ASKED, response_format=City)).choices[0].message.parsed
 
 
 async def _responses_parse(client: openai.AsyncOpenAI) -> Any:
@@ -389,16 +274,8 @@ async def _messages_parse(client: anthropic.AsyncAnthropic) -> Any:
     return (await client.messages.parse(**ASKED, max_tokens=99, output_format=City)).parsed_output
 
 
-@pytest.mark.parametrize(
-    ("ask", "has_tools"),
-    [
-        (_chat_parse, False),
-        (partial(_chat_parse, tools=[openai.pydantic_function_tool(City)]), True),
-        (_responses_parse, False),
-        (_messages_parse, False),
-    ],
-)
-def test_formats_by_the_real_clients_are_constraints_of_the_request(ask: Any, has_tools: bool) -> None:
+@pytest.mark.parametrize("ask", [_chat_parse, _responses_parse, _messages_parse])
+def test_formats_by_the_real_clients_are_constraints_of_the_request(ask: Any) -> None:
     policy = _policy(ROME)
 
     async def agent(session: AgentSession) -> Any:
@@ -406,47 +283,38 @@ def test_formats_by_the_real_clients_are_constraints_of_the_request(ask: Any, ha
             return await ask(client)
 
     assert _run(policy, agent) == City(name="Rome", size=3)
-    assert ("<tool_call>" in str(policy.served[0].request.structured_outputs)) == has_tools
+    assert "size" in str(policy.served[0].request.structured_outputs)
 
 
 @pytest.mark.parametrize(
     ("api", "tool", "choice"),
     [
-        (ChatCompletion, ADD, "required"),
         (ChatCompletion, ADD, NAMED),
         (Responses, FLAT, {"type": "function", "name": "add"}),
         (Messages, TOOL, {"type": "any"}),
-        (Messages, TOOL, {"type": "tool", "name": "add"}),
     ],
 )
-def test_a_forced_call_of_each_api_is_known(api: type[Exchange], tool: Any, choice: Any) -> None:
+def test_sampling_settings_and_a_forced_call_are_read_by_every_api(api: type[Exchange], tool: Any, choice: Any) -> None:
     asked = {"input": "q"} if api is Responses else {"messages": [user("q")]}
-    call = api({**asked, "tools": [tool], "tool_choice": choice}, "m", {}).call
+    asked |= {"temperature": 0.25, "top_k": -1, "seed": 3, "tools": [tool], "tool_choice": choice}
+    call = api(asked, "m", {}).call
     assert (call.tool_choice, [each["function"]["name"] for each in call.forced_tools]) == ("required", ["add"])
+    assert (call.sampling, call.seed) == ({"temperature": 0.25, "top_k": 0}, 3)
 
 
-def test_a_forced_call_is_a_constraint_of_the_request() -> None:
-    policy = _policy(calls("add", a=1, b=2))
-
-    async def agent(session: AgentSession) -> str:
-        async with _openai(session) as client:
-            answer = await client.chat.completions.create(**ASKED, tools=[ADD], tool_choice="required")  # type: ignore[list-item]
-            return str(answer.choices[0].message.tool_calls[0].function.name)  # type: ignore[index, union-attr]
-
-    assert _run(policy, agent) == "add"
-    assert "<tool_call>" in str(policy.served[0].request.structured_outputs)
-
-
+@pytest.mark.parametrize("constraint", [{"response_format": {"type": "json_object"}}, {"tool_choice": "required"}])
 @pytest.mark.parametrize("corrects", [False, True])
-def test_a_constrained_answer_is_trained_only_where_the_loss_corrects_for_the_constraint(corrects: bool) -> None:
+def test_a_constrained_answer_is_trained_only_where_the_loss_corrects_for_the_constraint(
+    corrects: bool, constraint: dict[str, Any]
+) -> None:
     policy = policy_saying("free", ROME, "free again", per_chunk=2)
 
     async def main() -> RolloutCompletion:
         async with serving(policy, corrects_sampling=corrects) as (_, session):
             async with _openai(session) as client:
                 messages: list[Any] = [user("q")]
-                for kind in ("text", "json_object", "text"):
-                    asked: Any = {"model": "m", "messages": messages, "response_format": {"type": kind}}
+                for more in ({}, constraint, {}):
+                    asked: Any = {"model": "m", "messages": messages, "tools": [ADD], **more}
                     answer = (await client.chat.completions.create(**asked)).choices[0].message
                     messages += [{"role": "assistant", "content": answer.content}, user("and?")]
             return session.completion(RolloutStatus.FINISHED)
@@ -456,49 +324,6 @@ def test_a_constrained_answer_is_trained_only_where_the_loss_corrects_for_the_co
     lengths = [len(served.ids) for served in policy.served]
     assert completion.num_sampled_tokens == sum(lengths)
     assert completion.completion_mask.sum() == (sum(lengths) if corrects else lengths[0] + lengths[2])
-
-
-def test_a_message_that_no_context_holds_is_refused_for_its_characters_before_it_is_tokenized() -> None:
-    policy = _policy("hello")
-    too_long = user("x" * (200 * policy.chat._encoder.longest_token + 200))
-
-    async def agent(session: AgentSession) -> None:
-        async with _openai(session) as client:
-            answer = await client.chat.completions.create(model="m", messages=[user("q")])
-            said: Any = {"role": "assistant", "content": answer.choices[0].message.content}
-            for messages in ([too_long], [user("q"), said, too_long]):
-                with pytest.raises(openai.BadRequestError, match="characters") as caught:
-                    await client.chat.completions.create(model="m", messages=messages)
-                assert caught.value.code == "context_length_exceeded"
-
-    _run(policy, agent, max_model_len=200)
-
-
-def test_a_long_message_is_tokenized_off_the_loop_and_one_of_a_length_over_the_limit_is_not_read() -> None:
-    policy = _policy("hello")
-    threads: dict[int, threading.Thread] = {}
-    plain = policy.chat._encoder.plain
-
-    def spell(text: str, **more: Any) -> list[int]:
-        threads[len(text)] = threading.current_thread()
-        return plain(text, **more)
-
-    policy.chat._encoder.plain = spell  # type: ignore[method-assign]
-
-    async def agent(session: AgentSession) -> None:
-        async with _openai(session) as client:
-            await client.chat.completions.create(model="m", messages=[user("y" * 120_000)])
-        assert threads[max(threads)] is not threading.current_thread()
-        url = httpx.URL(session.base_url)
-        reader, writer = await asyncio.open_connection(url.host, url.port)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {session.key}\r\n"
-        writer.write(f"{head}content-length: {9 << 20}\r\n\r\n".encode())
-        async with asyncio.timeout(10):
-            assert b" 413 " in await reader.readline()
-        writer.close()
-        await writer.wait_closed()
-
-    _run(policy, agent)
 
 
 def test_a_client_that_hangs_up_cancels_its_call() -> None:
@@ -521,7 +346,7 @@ def test_a_client_that_hangs_up_cancels_its_call() -> None:
     assert not policy.served[0].is_whole
 
 
-def test_a_request_that_is_too_large_and_a_fault_of_our_own_are_told_in_the_format_of_the_api(
+def test_a_request_that_is_too_large_is_not_read_and_a_fault_of_our_own_is_told_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("grpo_async.agents.endpoint._MAX_REQUEST_BYTES", 4096)
@@ -530,18 +355,15 @@ def test_a_request_that_is_too_large_and_a_fault_of_our_own_are_told_in_the_form
         raise ZeroDivisionError
 
     async def agent(session: AgentSession) -> None:
-        async with _openai(session) as client, _anthropic(session) as other:
+        async with _openai(session) as client:
             with pytest.raises(openai.APIStatusError, match="more than 4096 bytes") as caught:
                 await client.chat.completions.create(model="m", messages=[user("x" * 9000)])
             assert caught.value.status_code == 413
             with pytest.raises(openai.InternalServerError, match="the run's log has the traceback"):
                 await client.chat.completions.create(model="m", messages=[user("q")])
-            with pytest.raises(anthropic.InternalServerError) as failed:
-                await other.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "q"}])
-            assert failed.value.body["error"]["type"] == "api_error"  # type: ignore[index, call-overload]
 
     _run(FakePolicy(renderer(), fail), agent)
-    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError] * 2
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
 
 
 def test_a_client_goes_on_after_all_tasks_of_the_loop_were_cancelled() -> None:

@@ -12,7 +12,7 @@ from grpo_async.agents.agent import Agent
 from grpo_async.agents.command import load_command_agent
 from grpo_async.agents.function import load_function_agent
 from grpo_async.config.sections import AgentSection
-from tests.agents.page import FILES, learn, play_in_turn
+from tests.agents.page import FILES, learn, play
 from tests.agents.support import calls
 
 ROW = {"prompt": [{"role": "user", "content": "12 + 7 - 30 ="}], "answer": "-11"}
@@ -43,7 +43,7 @@ def _load(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
 @pytest.mark.parametrize("name", [*APPENDING, "agent"])
 def test_an_agent_that_only_appends_is_one_sample(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = _load(name, tmp_path, monkeypatch)
-    [(result, completion)] = asyncio.run(play_in_turn(agent, (ROW, [SUM, "-11"])))
+    result, completion = asyncio.run(play(agent, ROW, [SUM, "-11"]))
     assert result.reward == 1.0
     assert not completion.branches
     assert [message.content for message in completion.completion_messages()][1:] == ["-11", "-11"]  # result, answer
@@ -53,7 +53,7 @@ def test_smolagents_rewrites_its_history_so_that_each_step_is_a_branch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = _load("agent_smolagents", tmp_path, monkeypatch)
-    [(result, completion)] = asyncio.run(play_in_turn(agent, (ROW, [SUM, calls("final_answer", answer="-11")])))
+    result, completion = asyncio.run(play(agent, ROW, [SUM, calls("final_answer", answer="-11")]))
     assert result.reward == 1.0
     assert len(completion.branches) == 1
 

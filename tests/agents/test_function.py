@@ -77,30 +77,15 @@ def test_a_function_that_fails_or_hangs_says_where(name: str, told: str) -> None
         _run(name, timeout_s=0.5)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "told"),
-    [
-        (
-            "plain",
-            {"speed": 1},
-            r"does not take \(row, client, speed=\): got an unexpected keyword argument 'speed'; it is called as f\(row, client, ",
-        ),
-    ],
-)
-def test_a_function_that_cannot_be_used_is_named_at_the_start(name: str, arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        load_function_agent(
-            AgentSection(function=f"tests.agents.test_function:{name}", arguments=arguments), max_concurrent=1
-        )
+def test_a_function_that_cannot_be_used_is_named_at_the_start() -> None:
+    section = AgentSection(function="tests.agents.test_function:plain", arguments={"speed": 1})
+    with pytest.raises(ConfigError, match=r"does not take \(row, client, speed=\)"):
+        load_function_agent(section, max_concurrent=1)
 
 
 def test_single_answers_may_have_rewards_of_their_own() -> None:
     result = read_result({"reward": 1, "rewards": {"chatcmpl-1": 0.5, "chatcmpl-2": None}, "note": "x"})
     assert (result.reward, result.rewards, result.columns) == (1.0, {"chatcmpl-1": 0.5}, {"note": "x"})
-    with pytest.raises(AgentError, match=r"`rewards` of the agent's result is 3 \(int\); it must map ids"):
-        read_result({"rewards": 3})
-    with pytest.raises(AgentError, match=r"`rewards\.a` of the agent's result is nan"):
-        read_result({"rewards": {"a": float("nan")}})
-    for raw in ([1], {"reward": "high"}):
-        with pytest.raises(AgentError, match=r"result is (\[1\]|'high')"):
+    for raw in ([1], {"reward": "high"}, {"rewards": {"a": float("nan")}}):
+        with pytest.raises(AgentError, match=r"result is (\[1\]|'high'|nan)"):
             read_result(raw)

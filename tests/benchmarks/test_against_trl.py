@@ -19,17 +19,14 @@ def test_the_two_configurations_ask_for_the_same_training(tmp_path: Path) -> Non
     (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "1 + 1 = ?"}]}\n')
     config = load_config(against_trl.write_config(tmp_path, tmp_path, "", argparse.Namespace(**GIVEN)))
     options = train.trainer_options(GIVEN)
-    assert config.rollout.group_size == options["num_generations"]
-    assert config.rollout.group_size * config.rollout.groups_per_step == options["per_device_train_batch_size"]
-    assert config.rollout.max_completion_tokens == options["max_completion_length"]
-    assert config.rollout.max_staleness == options["max_staleness"]
-    assert config.rollout.max_in_flight == options["max_inflight_tasks"]
-    assert config.rollout.temperature == options["temperature"]
-    assert config.optimizer.lr == options["learning_rate"]
-    assert config.optimizer.weight_decay == options["weight_decay"]
-    assert config.optimizer.max_grad_norm == options["max_grad_norm"]
-    assert (config.loss.epsilon, config.loss.epsilon_high) == (options["epsilon"], options["epsilon"])
-    assert config.training.max_steps == options["max_steps"]
+    rollout, training = config.rollout, config.training
+    assert rollout.group_size * rollout.groups_per_step == options["per_device_train_batch_size"]
+    ours = [rollout.group_size, rollout.max_completion_tokens, rollout.max_staleness, rollout.max_in_flight]
+    names = ["num_generations", "max_completion_length", "max_staleness", "max_inflight_tasks"]
+    ours += [config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.max_grad_norm, config.loss.epsilon]
+    names += ["learning_rate", "weight_decay", "max_grad_norm", "epsilon"]
+    ours += [config.loss.epsilon_high, rollout.temperature, training.max_steps]
+    names += ["epsilon", "temperature", "max_steps"]
+    assert ours == [options[name] for name in names]
     assert config.inference.threads == config.launch.trainer_threads == 1
-    assert config.model.dtype == "float32"
-    assert not options["bf16"]
+    assert (config.model.dtype, options["bf16"]) == ("float32", False)

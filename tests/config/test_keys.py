@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.keys import all_keys, find_keys, keys_at, schema_text
+from grpo_async.config.keys import all_keys, keys_at, schema_text
 from grpo_async.config.names import OTHER_NAMES
 from grpo_async.config.public import public_config
 from tests.support.configs import small_config
@@ -24,7 +24,6 @@ def test_the_committed_schema_is_fresh() -> None:
 
 
 def test_every_setting_is_told_with_its_meaning_and_what_others_call_it_leads_to_one() -> None:
-    assert all_keys() is all_keys()  # asked for each unknown key; making them takes 50 ms
     keys = {key.path: key for key in all_keys()}
     assert [path for path in keys if not keys_at(tuple(path.replace("[]", ".0").split(".")))] == []
     assert {path for path in keys if "." not in path} == set(ExperimentConfig.model_fields)
@@ -35,30 +34,13 @@ def test_every_setting_is_told_with_its_meaning_and_what_others_call_it_leads_to
             assert path in keys or path == "metrics.jsonl", path
 
 
-def test_the_names_in_the_tables_of_the_migration_page_are_known() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
-    cells = " ".join(re.findall(r"^\| (.+?) \|", page, re.M))
-    names = [name for name in re.findall(r"`(\w+(?:\.\w+)*)(?:=[^`]*)?`", cells) if re.search(r"[_.](?!toml)", name)]
-    assert len(names) > 30
-    known = {other.name for other in OTHER_NAMES}
-    assert [name for name in names if name not in known and not find_keys(name)] == []
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["rollout.group_size"], "rollout.group_size: whole number at least 2 and at most 1000000; default 8 "),
         (["num_generations"], "rollout.group_size: "),
         (["actor_rollout_ref.rollout.n"], "rollout.group_size: "),
-        (["rewards.1.weight"], "rewards[].weight: "),
-        (["environments.game.factory"], "environments.NAME.factory: "),
         (["oldest", "policy"], "rollout.max_staleness: "),
-        (["push_to_hub"], "push_to_hub (TRL) is not needed: "),
-        (["token_figures"], "record.rollouts.token_stats: "),
-        (["inference.tls"], "inference.tls (earlier versions) is gone: "),
-        (["data.train.type"], 'default "jsonl" jsonl: One JSON object per line.'),
-        (["rewards"], "rewards[].function "),
-        (["tracking"], "held-out completions and the diagnosis of learning after each evaluation."),
         ([], "training.max_steps "),
     ],
 )
@@ -85,27 +67,13 @@ def test_values_of_arguments_are_hidden_and_servers_launch_and_trackers_left_out
     assert SECRET in str(config.model_dump())
     public = public_config(config)
     assert SECRET not in str(public)
-    assert public["rewards"][0] == {
-        **config.rewards[0].model_dump(mode="json"), "arguments": {"api_key": "...", "urls": "..."},
-    }  # fmt: skip
-    assert public["data"]["train"]["arguments"] == {"login": "..."}
-    assert public["model"]["chat_template_kwargs"] == {"who": "..."}
+    assert public["rewards"][0]["arguments"] == {"api_key": "...", "urls": "..."}
     whole = config.model_dump(mode="json")
     assert whole.keys() - public.keys() == {"launch", "inference", "tracking"}
     for section in ("run", "training", "optimizer", "loss"):
         assert public[section] == whole[section]
 
 
-@pytest.mark.parametrize(
-    ("setting", "instead"),
-    [
-        ("inference.tls.key=k.pem", "reverse proxy"),
-        ("launch.slurm.time=1:00", "howto/slurm.md"),
-        ("tracking=[{type: trackio, project: p}]", "metrics.jsonl"),
-        ("data.train={type: reasoning_gym, size: 9}", "howto/reward.md"),
-    ],
-)
-def test_a_setting_that_is_gone_says_what_to_do_instead(setting: str, instead: str) -> None:
-    result = CliRunner().invoke(app, ["validate", "configs/quickstart.yaml", "--set", setting])
-    assert result.exit_code == 2
-    assert instead in " ".join(result.stderr.split())
+def test_a_setting_that_is_gone_says_what_to_do_instead() -> None:
+    result = CliRunner().invoke(app, ["validate", "configs/quickstart.yaml", "--set", "inference.tls.key=k.pem"])
+    assert (result.exit_code, "reverse proxy" in " ".join(result.stderr.split())) == (2, True)

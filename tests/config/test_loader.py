@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from grpo_async.config.loader import dump_config, load_config
-from grpo_async.config.sections import JsonlSource
 from grpo_async.errors import ConfigError
 from tests.support.configs import MINIMAL
 
@@ -39,16 +38,8 @@ def test_numbers_are_those_of_yaml_1_2(tmp_path: Path) -> None:
 
 
 def test_a_dump_is_read_back_to_an_equal_object(tmp_path: Path) -> None:
-    arguments = (
-        r"""{t: "1e-6", u: "yes", v: "$${HOME} $$$${X}", w: [1.5e-9, null, .inf], x: "a: #b\n", y: 1e300, z: "012"}"""
-    )
-    text = (
-        MINIMAL.replace('"a:b"', f'"a:b", arguments: {arguments}')
-        + """
-optimizer: {lr: 3e-7, betas: [0.9, 0.95]}
-evaluation: {data: {type: parquet, path: held.csv, columns: {on: prompt}}}
-"""
-    )
+    arguments = r"""{t: "1e-6", u: "yes", v: "$${HOME} $$$${X}", w: [1.5e-9, null, .inf], x: "a: #b\n", z: "012"}"""
+    text = MINIMAL.replace('"a:b"', f'"a:b", arguments: {arguments}') + "optimizer: {lr: 3e-7, betas: [0.9, 0.95]}\n"
     config = load_config(_write(tmp_path, text))
     assert config.rewards[0].arguments["v"] == "${HOME} $$${X}"
     dumped = dump_config(config)
@@ -70,19 +61,12 @@ def test_a_file_extends_others_and_later_ones_win(tmp_path: Path) -> None:
     assert (config.run.name, config.run.seed) == ("demo", 7)
 
 
-def test_a_section_of_another_type_starts_afresh(tmp_path: Path) -> None:
-    _write(tmp_path, MINIMAL.replace("{type: jsonl, path: t}", "{type: hub, name: x, split: y}"), "base.yaml")
-    path = _write(tmp_path, "extends: base.yaml\ndata: {train: {type: parquet, path: t.csv}}\n")
-    assert load_config(path).data.train.type == "parquet"
-
-
 def test_an_error_points_at_the_file_that_the_value_came_from(tmp_path: Path) -> None:
-    _write(tmp_path, MINIMAL + "rollout:\n  group_size: 1\n  temperatur: 2\n", "base.yaml")
+    _write(tmp_path, MINIMAL + "rollout:\n  group_size: 1\n", "base.yaml")
     path = _write(tmp_path, "extends: base.yaml\n\nrollout:\n  groups_per_step: 0\n")
     assert _problems(path) == [
         "x.yaml:4: rollout.groups_per_step: input should be greater than or equal to 1 (got 0)",
         "base.yaml:6: rollout.group_size: input should be greater than or equal to 2 (got 1)",
-        "base.yaml:7: unknown key 'rollout.temperatur'; did you mean 'temperature'?",
     ]
 
 
@@ -94,8 +78,6 @@ def test_files_that_are_not_there_and_cycles_are_named(tmp_path: Path) -> None:
     assert problem.startswith("x.yaml:5: extends: there is no file bsae.yaml")
     (problem,) = _problems(tmp_path / "y.yaml")
     assert problem == "there is no file y.yaml; did you mean 'x.yaml'?"
-    with pytest.raises(ConfigError, match="Is a directory"):
-        load_config(tmp_path)
 
 
 def test_the_environment_fills_in_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,54 +86,35 @@ def test_the_environment_fills_in_values(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("MISSING", raising=False)
     text = """
 run: {name: "${NAME}", seed: "${MISSING:-5}"}
-model: {path: "${ROOT}/m-${MISSING:-small}"}
-data: {train: {type: jsonl, path: "${EMPTY:-fallback}.jsonl"}}
+model: {path: "${ROOT}/m-${EMPTY:-small}"}
+data: {train: {type: jsonl, path: t}}
 rewards: [{function: "a:b", arguments: {literal: "$${HOME}", text: "costs $5"}}]
 optimizer:
   lr: ${RATE}
-  warmup_steps: ${MISSING:-2}
 inference:
   dtype: ${EMPTY}
 """
     config = load_config(_write(tmp_path, text))
     assert (config.run.name, config.run.seed) == ("12", 5)  # in quotes: text stays text
     assert config.model.path == "/data/m-small"
-    assert isinstance(config.data.train, JsonlSource)
-    assert config.data.train.path == Path("fallback.jsonl")
     assert config.rewards[0].arguments == {"literal": "${HOME}", "text": "costs $5"}
-    assert (config.optimizer.lr, config.optimizer.warmup_steps) == (3e-6, 2)
+    assert config.optimizer.lr == 3e-6
     assert config.inference.dtype is None  # nothing at all, unquoted, is YAML's null
 
 
-def test_bad_references_are_problems_and_say_nothing_else_about_the_value(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_references_are_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MISSING", raising=False)
-    path = _write(
-        tmp_path,
-        MINIMAL + "optimizer:\n  lr: ${MISSING}\n  eps: ${9}\n  schedule: '${OPEN'\n  min_lr_ratio: ${A:-${B}}\n",
+    missing, unclosed = _problems(_write(tmp_path, MINIMAL + "optimizer:\n  lr: ${MISSING}\n  schedule: '${OPEN'\n"))
+    assert missing == (
+        "x.yaml:6: optimizer.lr: the environment variable 'MISSING' is not set; set it or write ${MISSING:-default}"
     )
-    assert _problems(path) == [
-        "x.yaml:6: optimizer.lr: the environment variable 'MISSING' is not set; set it or write ${MISSING:-default}",
-        *(
-            f"x.yaml:{line}: optimizer.{key}: '{text}' is not written ${{NAME}} or ${{NAME:-default}}; write $${{ for a literal ${{"
-            for line, key, text in ((7, "eps", "${9}"), (8, "schedule", "${OPEN"), (9, "min_lr_ratio", "${A:-${B}"))
-        ),
-    ]
+    assert unclosed.startswith("x.yaml:7: optimizer.schedule: '${OPEN' is not written ${NAME}")
 
 
 def test_a_variable_of_a_base_that_is_replaced_need_not_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MISSING", raising=False)
     _write(tmp_path, MINIMAL.replace("path: m}", 'path: "${MISSING}"}'), "base.yaml")
     assert load_config(_write(tmp_path, "extends: base.yaml\nmodel: {path: own}\n")).model.path == "own"
-
-
-def test_a_home_folder_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    overrides = ["run.dir=~/runs", "model.path=~/m", "loss.reference=~/r", "loss.beta=1"]
-    config = load_config(_write(tmp_path, MINIMAL), overrides)
-    assert config.run.dir == Path("/home/me/runs")
-    assert (config.model.path, config.loss.reference) == ("/home/me/m", "/home/me/r")
 
 
 def test_overrides_take_precedence_and_are_read_as_yaml(tmp_path: Path) -> None:
@@ -197,61 +160,24 @@ model: {path: n}
     ]
 
 
-def test_required_keys_are_asked_for_where_they_would_stand(tmp_path: Path) -> None:
-    assert _problems(_write(tmp_path, "\nrun:\n  seed: 1\ndata:\n  train: {type: hub}\n")) == [
-        "x.yaml: model: this key is required",
-        "x.yaml:2: run.name: this key is required",
-        "x.yaml:5: data.train.name: this key is required",
-    ]
-
-
 @pytest.mark.parametrize(
     ("added", "expected"),
     [
         ("actor_rollout_ref: {rollout: {n: 8}}", "unknown key 'actor_rollout_ref.rollout.n'; here it is 'rollout.group_size'"),
         ("rollout: {lr: 1}", "unknown key 'rollout.lr'; did you mean 'optimizer.lr'?"),
-        ("rollout: [1]", "rollout: input should be a mapping of keys (got a list)"),
         ("loss: {reference: 12}", "loss.reference: input should be a valid string (got 12); put it in quotes"),
         (
             "inference: {engine: vlm}",
             "inference.engine: input should be 'auto', 'vllm' or 'embedded' (got 'vlm'); did you mean 'vllm'?",
         ),
         (
-            "evaluation: {data: {type: jsnl, path: x}}",
-            "evaluation.data.type: input should be one of 'jsonl', 'parquet', 'hub', 'generator', "
-            "'environment' (got 'jsnl'); did you mean 'jsonl'?",
-        ),
-        ("evaluation: {data: {path: x, limt: 3}}", "unknown key 'evaluation.data.limt'; did you mean 'limit'?"),
-        (
             "evaluation: {data: {path: x, subset: y}}",
             "unknown key 'evaluation.data.subset' of type 'jsonl'; it belongs to type 'hub'",
         ),
-        ("rollout: !mine x", "not valid YAML: could not determine a constructor for the tag '!mine'"),
-        ("loss: {reference: ~nobody-of-this-name/x}", "loss.reference: there is no home folder for ~nobody-of-this-name; write the "
-         "whole path"),
-        ("tools: [{function: my.module.name}]", "tools.0.function: 'my.module.name' is not written module:attribute, with a colon; "
-         "did you mean 'my.module:name'?"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_explained(tmp_path: Path, added: str, expected: str) -> None:
     assert _problems(_write(tmp_path, MINIMAL + added + "\n")) == [f"x.yaml:5: {expected}"]
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (b"run: {name: demo\nmodel: 3\n", "x.yaml:2: not valid YAML: "),
-        (b"run:\n\tname: demo\n", "x.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
-        (b"a: \x07\n", "x.yaml: not valid YAML: special characters are not allowed at character 3"),
-        (b"x: &x {a: *x}\n", "x.yaml: not valid YAML: nested deeper"),
-        (b"- a\n", "x.yaml: a configuration is a mapping of sections"),
-        (b"\xff\xfe", "x.yaml: cannot be read: it is not UTF-8 text"),
-    ],
-)
-def test_a_file_that_cannot_be_read_names_the_line(tmp_path: Path, content: bytes, told: str) -> None:
-    (tmp_path / "x.yaml").write_bytes(content)
-    (problem,) = _problems(tmp_path / "x.yaml")
-    assert problem.startswith(told)
 
 
 def test_a_rule_points_at_a_setting_that_is_written_the_override_first(tmp_path: Path) -> None:
@@ -259,25 +185,6 @@ def test_a_rule_points_at_a_setting_that_is_written_the_override_first(tmp_path:
     assert problem.startswith("x.yaml:6: rollout.max_completion_tokens: 4000 leaves no room for a prompt in")
     (problem,) = _problems(_write(tmp_path, MINIMAL), "training.weight_sync_steps=9")
     assert problem.startswith("--set training.weight_sync_steps=9: rollout.max_staleness: 1 with")
-    text = MINIMAL.replace('[{function: "a:b"}]', '[{function: "a:b"}, {function: "c:b"}]')
-    assert _problems(_write(tmp_path, text)) == [
-        "x.yaml:4: rewards: the reward names ['b'] are used more than once; give each a `name`"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("optimizer", "an override is written section.key=value"),
-        ("group_size=3", "unknown key 'group_size'; did you mean 'rollout.group_size'?"),
-        ("optimizer.lr.x=3", "optimizer.lr: input should be a valid number (got a mapping)"),
-        ("rewards.1.weight=2", "the list has no entry '1', only 1, counted from 0"),
-        ("rollout={group_sise: 3}", "unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
-        ("run.name=${NOT_SET}", "run.name: the environment variable 'NOT_SET' is not set; set it or write ${NOT_SET:-default}"),
-    ],
-)  # fmt: skip
-def test_a_wrong_override_is_explained(tmp_path: Path, override: str, expected: str) -> None:
-    assert _problems(_write(tmp_path, MINIMAL), override) == [f"--set {override}: {expected}"]
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,6 @@ from grpo_async.cli import main
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.config.trl_script import import_script
-from grpo_async.errors import ConfigError
-
-FLAT = """
-    from datasets import load_dataset
-    from trl import GRPOTrainer
-    from trl.rewards import accuracy_reward
-
-    rows = load_dataset("org/maths", "main", split="train")
-    trainer = GRPOTrainer(model="org/small", reward_funcs=accuracy_reward, train_dataset=rows)
-    trainer.train()
-"""
 
 MAPPED = '''
     import argparse
@@ -124,20 +113,6 @@ def _imported(folder: Path, text: str, arguments: str = "") -> tuple[ExperimentC
     return load_config(config), "\n".join(found.comments), found.parts
 
 
-def test_a_flat_script_with_a_dataset_of_the_hub(tmp_path: Path) -> None:
-    config, comments, _ = _imported(tmp_path, FLAT)
-    assert config.model.path == "org/small"
-    source = config.data.sources["data.train"]
-    assert (source.type, source.name, source.subset, source.split) == ("hub", "org/maths", "main", "train")  # type: ignore[union-attr]
-    assert config.rewards[0].function == "train_it_parts:accuracy_reward"
-    # TRL's defaults, where ours are others
-    assert (config.rollout.group_size, config.rollout.groups_per_step) == (8, 1)
-    assert (config.optimizer.schedule, config.training.epochs, config.run.seed) == ("linear", 3.0, 42)
-    assert config.loss.epsilon_high == 0.2  # type: ignore[union-attr]
-    assert config.rollout.zero_variance == "train"
-    assert "accelerate launch" in comments
-
-
 def test_a_script_with_a_main_function_keeps_its_own_code_and_data(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     config, comments, text = _imported(tmp_path, MAPPED)
@@ -164,16 +139,11 @@ def test_a_script_with_a_main_function_keeps_its_own_code_and_data(tmp_path: Pat
 
 
 def test_the_processes_of_accelerate_beside_the_script_are_ranks_here(tmp_path: Path) -> None:
-    (tmp_path / "zero3.yaml").write_text(
-        "distributed_type: DEEPSPEED\nnum_processes: 8\nnum_machines: 2\nmixed_precision: fp16\ndeepspeed_config: {zero_stage: 3}\n"
-    )
-    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 8\nnum_machines: 2\n")
     (tmp_path / "other.yaml").write_text("num_processes: 3\n")
-    config, comments, _ = _imported(tmp_path, MAPPED)
+    config, _, _ = _imported(tmp_path, MAPPED)
     assert (config.launch.num_trainer_ranks, config.launch.trainer_nodes) == (4, 2)
     assert (config.rollout.group_size, config.rollout.groups_per_step) == (4, 48)  # 6 of each process
-    assert "zero3.yaml: DEEPSPEED" in comments
-    assert "multiply" not in comments
 
 
 def test_settings_whose_values_are_others_here(tmp_path: Path) -> None:
@@ -235,10 +205,3 @@ def test_the_command_overwrites_nothing_and_says_what_is_left(
     assert "model" in capsys.readouterr().out  # it is missing
     assert code("--args", ARGUMENTS) == 2
     assert "exists already" in capsys.readouterr().err
-    script.write_text("print('no trainer')")
-    script.with_suffix(".yaml").unlink()
-    script.with_name("train_it_parts.py").unlink()
-    assert code() == 2
-    assert not script.with_suffix(".yaml").exists()
-    with pytest.raises(ConfigError, match="cannot be read as a Python script"):
-        import_script(tmp_path / "absent.py")

@@ -38,16 +38,3 @@ def raises_at_two() -> Iterator[dict[str, Any]]:
 def unseeded() -> Iterator[dict[str, Any]]:
     while True:
         yield {"prompt": f"number {_draws.random()}"}
-
-
-def no_dict() -> Iterator[Any]:
-    yield {"prompt": "a"}
-    yield "b"
-
-
-def strange_value() -> Iterator[dict[str, Any]]:
-    yield {"prompt": "a", "answer": [1, {"deep": {1, 2}}]}
-
-
-def returns_text() -> str:
-    return "abc"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,30 +61,17 @@ def test_rows_of_one_task_stay_on_one_side(held_out: float) -> None:
 
 
 def test_the_split_is_the_same_in_every_process() -> None:
-    code = "from tests.data.test_load import _rows, _split; print(_split(_rows(30), 3)[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
     # pinned: evaluation on another machine or Python version must be on the same rows
-    assert done.stdout == "['question 15', 'question 5', 'question 26']\n"
     assert _split(_rows(30), 3)[1] == ["question 15", "question 5", "question 26"]
 
 
-def test_leaks_are_found_through_case_white_space_and_form_and_three_are_shown() -> None:
+def test_leaks_are_found_through_case_white_space_and_form() -> None:
     train = _named([{"prompt": "What is  2+2?"}, {"prompt": "other"}], "train")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "what is 2+2? "}]
     assert find_leaks(train, _named([{"prompt": "new"}, {"prompt": messages}], "eval"), ()) == (
         "1 of 2 prompts to evaluate on are trained on as well: eval:2 is also train:1"
     )
     assert find_leaks(train, _named([{"prompt": "2+2"}]), ()) is None
-    leaks = find_leaks(_rows(5), _rows(5), ())
-    assert leaks is not None
-    assert (leaks.count(" is also "), leaks[-10:]) == (3, "and 2 more")
 
 
 def test_task_columns_and_those_of_an_empty_prompt_tell_rows_apart() -> None:
@@ -113,40 +98,28 @@ def _load(train: Any, evaluation: dict[str, Any] | None = None, **data: Any) -> 
 NUMBERS = [f"question {number}" for number in range(40)]
 
 
-def test_held_out_rows_are_evaluated_on_with_the_system_prompt_of_the_training_data(tmp_path: Path) -> None:
+def test_held_out_rows_have_the_system_prompt_of_the_training_data_and_another_source_its_own(tmp_path: Path) -> None:
     train = _file(tmp_path, "t.jsonl", NUMBERS) | {"system_prompt": "Be brief."}
     loaded = _load(train, {"num_prompts": 5}, held_out=8)
     kept, evaluated = loaded.train["data.train"], loaded.evaluation["data.train"]
     assert (len(kept.rows), len(evaluated.rows)) == (32, 5)  # 8 held out, the first 5 used
     assert kept.system_prompt == evaluated.system_prompt == "Be brief."
-    assert loaded.notes == ("data.held_out: 8 rows are held out, 32 are left to train on",)
-
-
-def test_another_source_has_its_own_system_prompt_and_is_cut_to_its_number(tmp_path: Path) -> None:
-    evaluation = {"data": _file(tmp_path, "e.jsonl", ["c", "d", "a"]) | {"system_prompt": "Hm."}, "num_prompts": 2}
-    loaded = _load(_file(tmp_path, "t.jsonl", ["a", "b"]), evaluation)  # the leak `a` is not among the two
-    evaluated = loaded.evaluation["evaluation.data"]
-    assert [row["prompt"] for row in evaluated.rows] == ["c", "d"]
-    assert (loaded.train["data.train"].system_prompt, evaluated.system_prompt) == (None, "Hm.")
+    own = {"data": _file(tmp_path, "e.jsonl", ["c", "d"]) | {"system_prompt": "Hm."}, "num_prompts": 1}
+    evaluated = _load(train, own).evaluation["evaluation.data"]
+    assert ([row["prompt"] for row in evaluated.rows], evaluated.system_prompt) == (["c"], "Hm.")
 
 
 def test_each_of_several_sources_is_held_out_from_and_compared_with_all_rows_to_evaluate_on(tmp_path: Path) -> None:
-    one = _file(tmp_path, "one.jsonl", NUMBERS) | {
-        "rewards": ["exact"],
-        "weight": 3,
-        "temperature": 0.5,
-        "group_size": 4,
-    }
+    own = {"rewards": ["exact"], "weight": 3, "temperature": 0.5, "group_size": 4}
+    one = _file(tmp_path, "one.jsonl", NUMBERS) | own
     two = _file(tmp_path, "two.jsonl", ["a", "b", "c", "d", "e"]) | {"label": "letters", "environment": "game"}
     loaded = _load([one, two], {"num_prompts": 3}, held_out=4)
     found = [(source.label, source.weight, source.rewards, len(source.rows)) for source in loaded.train.values()]
     assert found == [("one", 3.0, ["exact"], 36), ("letters", 1.0, None, 1)]
     assert [(s.label, len(s.rows)) for s in loaded.evaluation.values()] == [("one", 3), ("letters", 3)]
     every = [*loaded.train.values(), *loaded.evaluation.values()]
-    own = [(source.temperature, source.group_size) for source in every]
-    assert own == [(0.5, 4), (None, None), (None, None), (None, None)]  # evaluations have their own
+    assert [source.temperature for source in every] == [0.5, None, None, None]  # evaluations have their own
     assert {row.get("environment") for row in loaded.train["data.train.1"].rows} == {"game"}
-    assert "8 rows are held out, 37 are left" in loaded.notes[0]
     evaluation = [_file(tmp_path, "e.jsonl", ["b", "y"]), _file(tmp_path, "f.jsonl", ["x", "z"])]
     with pytest.raises(ConfigError, match=r"1 of 4 prompts .*e\.jsonl:1 is also .*two\.jsonl:2"):
         _load([one, {**two, "environment": None}], {"data": evaluation})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,36 +49,13 @@ def _prompts(rows: Rows) -> list[Any]:
 
 
 def test_jsonl_rows_keep_every_column_their_places_and_what_some_lack_is_none(tmp_path: Path) -> None:
-    text = (
-        '{"prompt": "1+1", "answer": "2", "level": 3}\n\n{"prompt": [{"role": "user", "content": "ü"}], "answer": "3"}'
-    )
-    rows = _file(tmp_path, text)
+    rows = _file(tmp_path, '{"prompt": "1+1", "level": 3}\n\n{"prompt": [{"role": "user", "content": "ü"}]}')
     assert rows == [
-        {"prompt": "1+1", "answer": "2", "level": 3},
-        {"prompt": [{"role": "user", "content": "ü"}], "answer": "3", "level": None},
+        {"prompt": "1+1", "level": 3},
+        {"prompt": [{"role": "user", "content": "ü"}], "level": None},
     ]
     path = tmp_path / "rows.txt"
     assert rows.locations == [f"{path}:1", f"{path}:3"]
-    assert rows.take([1]).locations == [f"{path}:3"]
-    assert rows.notes == [f"column `level` is missing in 1 of 2 rows (the first: {path}:3); it is None there"]
-
-
-def test_repeated_prompts_are_counted_and_kept(tmp_path: Path) -> None:
-    text = '{"prompt": "Add 1 and 1"}\n{"prompt": "b"}\n{"prompt": "add  1 and 1 "}\n{"prompt": "b"}\n'
-    rows = _file(tmp_path, text)
-    (note,) = rows.notes
-    assert (len(rows), note[:53]) == (4, "2 of 4 rows repeat the prompt of an earlier row (the ")
-    seeds = '{"prompt": "Play.", "seed": 1}\n{"prompt": "Play.", "seed": 2}\n'
-    assert _file(tmp_path, seeds, task_columns=["seed"]).notes == []
-
-
-def test_a_system_prompt_before_a_system_message_of_the_data_is_noted(tmp_path: Path) -> None:
-    own = json.dumps({"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
-    text = f'{{"prompt": "text"}}\n{own}\n'
-    (note,) = _file(tmp_path, text, system_prompt="Be brief.").notes
-    assert note.startswith("1 of 2 prompts begin with a system message")
-    assert ":2)" in note
-    assert _file(tmp_path, text).notes == []
 
 
 def test_limit_and_the_first_rows_stop_before_a_later_broken_line_is_read(tmp_path: Path) -> None:
@@ -94,21 +69,13 @@ def test_limit_and_the_first_rows_stop_before_a_later_broken_line_is_read(tmp_pa
     ("kind", "content", "words"),
     [
         ("jsonl", '{"prompt": "a"}\n\n{"prompt": "b"', "rows.txt:3: this line cannot be read as JSON"),
-        ("jsonl", '["b"]', "rows.txt:1: expected a JSON object"),
-        ("jsonl", "\n\n", "there are no rows in it"),
         ("jsonl", '{"prompt": "a\\ud83d"}', "rows.txt:1: `prompt` holds '\\ud83d', half a character"),
-        ("jsonl", b'{"prompt": "\xfc"}', "is not UTF-8 text"),
-        ("jsonl", None, "No such file or directory (looked in "),
         ("parquet", '{"prompt": "a"}\n', "cannot be read as Parquet"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named_by_line(
-    tmp_path: Path, kind: str, content: str | bytes | None, words: str
-) -> None:
-    if content is not None:
-        (tmp_path / "rows.txt").write_bytes(content.encode() if isinstance(content, str) else content)
+def test_a_file_that_cannot_be_read_is_named_by_line(tmp_path: Path, kind: str, content: str, words: str) -> None:
+    (tmp_path / "rows.txt").write_text(content, encoding="utf-8")
     assert words in _error(kind, path=tmp_path / "rows.txt")
-    assert "`path` must name a readable file" in _error("jsonl", path=tmp_path)
 
 
 def _parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -117,19 +84,6 @@ def _parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
-
-
-def test_parquet_keeps_nested_columns_messages_and_dates(tmp_path: Path) -> None:
-    day = datetime.date(2024, 2, 29)
-    messages = [{"role": "user", "content": "2+2", "name": None}]
-    path = _parquet(tmp_path / "a", [{"prompt": messages, "reward_model": {"ground_truth": "4"}, "day": day}])
-    (row,) = _load("parquet", path=path, columns={"reward_model.ground_truth": "answer"})
-    assert row == {
-        "prompt": [{"role": "user", "content": "2+2"}],
-        "reward_model": {"ground_truth": "4"},
-        "day": day,
-        "answer": "4",
-    }
 
 
 def test_parquet_is_read_in_batches_and_a_folder_in_the_order_of_names(
@@ -141,8 +95,6 @@ def test_parquet_is_read_in_batches_and_a_folder_in_the_order_of_names(
     rows = _load("parquet", path=tmp_path)
     assert _prompts(rows) == ["a0", "a1", "a2", "a3", "a4", "b0"]
     assert rows.locations[4:] == [f"{whole}, row 4", f"{tmp_path / 'b.parquet'}, row 0"]
-    whole.write_bytes(whole.read_bytes()[:200])
-    assert "check that it is whole" in _error("parquet", path=tmp_path)
 
 
 def _call(name: str, **arguments: Any) -> dict[str, Any]:
@@ -197,30 +149,16 @@ def test_a_saved_dataset_gives_python_values_whatever_its_format(tmp_path: Path,
     assert rows == [{"prompt": "a", "level": 0}, {"prompt": "b", "level": 1}]
     assert type(rows[0]["level"]) is int
     assert rows.locations[1] == f"{folder} [train], row 1"
-    assert "set `split: train`, not `test`" in _error("hub", name=folder, split="test")
-    for setting in ("subset", "revision"):
-        assert f"has no `{setting}`; leave it out" in _error("hub", name=folder, **{setting: "main"})
 
 
 def test_splits_of_saved_collections_and_folders_of_files_are_taken_by_name(tmp_path: Path, datasets: Any) -> None:
     one = datasets.Dataset.from_dict({"prompt": ["b"]})
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "saved")
     assert _prompts(_load("hub", name=str(tmp_path / "saved"), split="test")) == ["b"]
-    assert "it has `train`, `test`" in _error("hub", name=str(tmp_path / "saved"), split="valid")
     for split in ("train", "test"):
         (tmp_path / "files").mkdir(exist_ok=True)
         (tmp_path / f"files/{split}.jsonl").write_text(json.dumps({"prompt": split}) + "\n", encoding="utf-8")
     assert _load("hub", name=str(tmp_path / "files"), split="test") == [{"prompt": "test"}]
-    assert "check `name`, `subset` and `split`" in _error("hub", name="some/set-that-is-not-there")
-
-
-@pytest.mark.parametrize(("kind", "package", "extra"), [("hub", "datasets", "hub"), ("parquet", "pyarrow", "parquet")])
-def test_a_missing_package_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, package: str, extra: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    settings = {"name": "some/set"} if kind == "hub" else {"path": tmp_path}
-    assert f"pip install 'grpo-async[{extra}]'" in _error(kind, **settings)
 
 
 # ---- functions and seeds ----
@@ -251,10 +189,6 @@ def test_a_generator_without_end_needs_a_limit(monkeypatch: pytest.MonkeyPatch) 
     [
         ("raises_at_two", "row 2: the function raised ZeroDivisionError: no third one (" + generators.__file__),
         ("unseeded", "row 0: a second call of the function makes another row"),
-        ("no_dict", "row 1: the function must yield dicts"),
-        ("strange_value", "row 0: column `answer` holds a builtins.set"),
-        ("returns_text", "the function must yield rows, or return a list of them, not a string ('abc')"),
-        ("sums", "missing 1 required positional argument: 'num_rows'"),
     ],
 )
 def test_a_bad_generator_is_named_with_the_row(function: str, words: str) -> None:
@@ -292,76 +226,25 @@ def test_messages_are_brought_into_one_form() -> None:
         {"function": {"name": "add", "arguments": {"a": 1}}, "id": None},
     ):
         assert _checked({"role": "assistant", "tool_calls": [call]})[0]["tool_calls"] == [wanted]
-    nothing = {"role": "assistant", "tool_calls": [{"name": "now", "arguments": ""}]}
-    assert _checked(nothing)[0]["tool_calls"][0]["function"]["arguments"] == {}
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2"}]
     assert _checked({"role": "user", "content": parts}) == [{"role": "user", "content": "2+2"}]
-    unused: set[str] = set()
-    message = {**USER, "tool_calls": None, "name": None, "weight": None, "id": 7}
-    assert check_prompt({"prompt": [message]}, "f:1", unused) == [USER]
-    assert unused == {"id"}
-
-
-@pytest.mark.parametrize(
-    ("message", "words"),
-    [
-        ({"role": "user", "content": [{"type": "image", "url": "x"}]}, "part 0 is of type 'image'; only text"),
-        ({"role": "user", "content": None}, "has a `content` that is null; only a message with `tool_calls`"),
-        ({"role": "user", "content": 5}, "its `content` must be text or a list of text parts, got a number (5)"),
-        ({"role": "assistant", "content": "a", "tool_calls": {}}, "its `tool_calls` must be a list, got an object"),
-        ({"role": "user", "content": "a", "tool_calls": [{"name": "f"}]}, "of role `user` has `tool_calls`"),
-        (
-            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]},
-            "`arguments` cannot be used: it is not valid",
-        ),
-        ({"role": "tool", "content": "a", "tool_call_id": 7}, "its `tool_call_id` must be text, got a number (7)"),
-        ({"role": None, "content": "a"}, "has no `role`"),
-        ("b", "must be a {role, content} message, got a string ('b')"),
-    ],
-)
-def test_a_bad_message_is_named_with_its_place(message: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=r"^f:1: `prompt\[1\]") as caught:
-        _checked(USER, message)
-    assert words in str(caught.value)
+    with pytest.raises(ConfigError, match=r"^f:1: `prompt\[1\].*only text"):
+        _checked(USER, {"role": "user", "content": [{"type": "image", "url": "x"}]})
+    assert _checked({**USER, "tool_calls": None, "name": None, "weight": None, "id": 7}) == [USER]
 
 
 # ---- columns and filters ----
 
-# As verl writes it.
-ROW = {
-    "data_source": "gsm8k",
-    "prompt": [{"role": "user", "content": "2+2"}],
-    "reward_model": {"style": "rule", "ground_truth": "4"},
-    "extra_info": {"split": "train", "tries": [{"answer": "5"}, {"answer": "4"}]},
-}
-
 
 def test_columns_are_renamed_swapped_dropped_and_taken_from_inside_others() -> None:
-    renamed = rename(ROW, {"reward_model.ground_truth": "answer", "extra_info.tries.0.answer": "wrong"}, "f:1")
-    assert renamed == {**ROW, "answer": "4", "wrong": "5"}
+    row = {"reward_model": {"ground_truth": "4"}, "extra_info": {"tries": [{"answer": "5"}]}}  # as verl writes it
+    renamed = rename(row, {"reward_model.ground_truth": "answer", "extra_info.tries.0.answer": "wrong"}, "f:1")
+    assert renamed == {**row, "answer": "4", "wrong": "5"}
+    with pytest.raises(ConfigError, match="there is no `truth`; there is `ground_truth`"):
+        rename(row, {"reward_model.truth": "answer"}, "f:1")
     assert rename({"a": {"b": 1}, "a.b": 2}, {"a.b": "c"}, "f:1") == {"a": {"b": 1}, "c": 2}  # its own name comes first
     assert rename({"x": 0, "a": 1, "b": 2}, {"x": "y", "a": "b", "b": "a"}, "f:1") == {"y": 0, "b": 1, "a": 2}
     assert remove_columns({"a": 1, "b": 2}, ["a"], "f:1") == {"b": 2}
-    with pytest.raises(
-        ConfigError, match="f:1: `remove_columns` names `c`, which is not a column here; the columns are `a`"
-    ):
-        remove_columns({"a": 1}, ["c"], "f:1")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        ("reward_model.truth", "answer", "there is no `truth`; there is `style`, `ground_truth`"),
-        ("extra_info.tries.2.answer", "answer", "there is no `2`"),
-        ("reward_modle", "answer", "did you mean 'reward_model'"),
-        ("extra_info.split", "data_source", "two columns named `data_source`"),
-        ("answer", "data_source", "`columns` (old: new) renames `answer`"),
-    ],
-)
-def test_a_name_that_leads_nowhere_says_where_it_stops(old: str, new: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=r"^train\.parquet, row 3: ") as caught:
-        rename(ROW, {old: new}, "train.parquet, row 3")
-    assert words in str(caught.value)
 
 
 def _of_lengths(folder: Path, *lengths: int, **settings: Any) -> Rows:
@@ -377,25 +260,6 @@ def test_each_filter_counts_what_it_left_out(tmp_path: Path) -> None:
     rows = _of_lengths(tmp_path, 1, 2, max_prompt_tokens=6, system_prompt="12345")
     assert [len(row["prompt"]) for row in rows] == [1]
     assert len(_of_lengths(tmp_path, 5, 1, 1, limit=2, max_prompt_tokens=3)) == 1  # the limit comes first
-    with pytest.raises(ConfigError, match=r"no row is left: max_prompt_tokens: 1 left out 2 of 2 rows"):
-        _of_lengths(tmp_path, 2, 3, max_prompt_tokens=1)
-    source = TypeAdapter(Source).validate_python({"path": tmp_path / "rows.txt", "max_prompt_tokens": 1})
-    with pytest.raises(ValueError, match="count_tokens"):
-        load_rows(source)
-
-    def refuse(prompt: Prompt) -> int:
-        raise ConfigError("there is no chat template")
-
-    with pytest.raises(ConfigError, match=r"rows\.txt: there is no chat template"):
-        load_rows(source, count_tokens=refuse)
-
-
-def test_no_renaming_is_proposed_that_would_leave_the_answer_in_the_prompt(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"chosen": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "2"}]}))
-    told = _error("jsonl", path=path)
-    assert "`chosen` may hold the answer" in told
-    assert "ename" not in told
 
 
 def test_rows_without_a_prompt_get_an_empty_one_where_an_environment_gives_the_text(tmp_path: Path) -> None:

@@ -48,10 +48,7 @@ def test_the_folder_holds_a_loadable_model_and_rows_and_a_second_call_touches_no
     tokenizer = AutoTokenizer.from_pretrained(prepared / "model")
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.head_dim == 32  # vLLM's CPU attention refuses 24, which 96 / 4 would give
-    assert 300_000 < sum(parameter.numel() for parameter in model.parameters()) < 400_000
-    assert (
-        tokenizer.eos_token_id == model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    )
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id
     assert [path.name for path in prepared.parent.iterdir()] == [prepared.name]
     before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
     capsys.readouterr()
@@ -72,20 +69,6 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(prepa
     assert {name for name in first if first[name] != other[name]} == differing
 
 
-def test_another_recipe_makes_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / FOLDER / "seed_0"
-    folder.mkdir(parents=True)  # an empty one is nobody's
-    prepare(tmp_path)
-    weights = (folder / "model" / "model.safetensors").read_bytes()
-    recipe = WarmupRecipe(num_steps=3, batch_size=4)
-    monkeypatch.setitem(TASKS, "think", replace(TASKS["think"], recipe=recipe))
-    prepare(tmp_path)
-    assert (folder / "model" / "model.safetensors").read_bytes() != weights
-    assert [path.name for path in folder.parent.iterdir()] == ["seed_0"]
-    with pytest.raises(ConfigError, match="no quickstart task 'tol'; did you mean 'tool'"):
-        prepare(tmp_path, task="tol")
-
-
 def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
     thesis = tmp_path / FOLDER / "seed_0" / "thesis.txt"
     thesis.parent.mkdir(parents=True)
@@ -95,26 +78,17 @@ def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
     assert thesis.read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("task", "columns"),
-    [
-        ("think", {"answer"}),
-        ("tool", {"answer"}),
-    ],
-)
-def test_every_task_makes_what_its_configs_name(task: str, columns: set[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", ["think", "tool"])
+def test_every_task_makes_what_its_configs_name(task: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     prepare(tmp_path, task=task)
     folder = tmp_path / default_folder(task=task)
     train, held_out = (load_rows(JsonlSource(path=folder / f"{name}.jsonl")) for name in ("train", "heldout"))
     assert len(train) > len(held_out) >= 20
-    assert set(train[0]) == set(held_out[0]) == {"prompt"} | columns
+    assert set(train[0]) == set(held_out[0]) == {"prompt", "answer"}
     assert len(AutoTokenizer.from_pretrained(folder / "model")) <= MAX_VOCABULARY
-    assert CONFIGS.keys() == TASKS.keys()
-    command = "prepare-quickstart" if task == "think" else f"prepare-quickstart --task {task}"
     configs = Path(__file__).parents[2] / "configs"
     text = (configs / CONFIGS[task]).read_text(encoding="utf-8")
     for file in ("model", "train.jsonl", "heldout.jsonl"):
         assert f"path: {default_folder(0, task=task)}/{file}\n" in text
-    assert f"grpo-async {command} " in text

@@ -1,15 +1,12 @@
-"""The tasks: what is asked, the two ways to answer, the split."""
+"""The tasks: what is asked, and the split."""
 
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 
-from grpo_async.quickstart.tasks import TASKS, Task, text_of
-
-ITEM = (3, 4, -2, 1)
+from grpo_async.quickstart.tasks import TASKS, Task
 
 
 @pytest.mark.parametrize(("name", "num_items"), [("think", 2012), ("tool", 4500)])
@@ -26,12 +23,7 @@ def test_the_split_covers_every_item_once(name: str, num_items: int) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_prompt_and_answer_agree_and_a_guess_is_near(task: Task) -> None:
-    items = list(task.items())
-    for item in items:
+def test_prompt_and_answer_agree(task: Task) -> None:
+    for item in task.items():
         row = task.row(item)
         assert str(eval(row["prompt"][0]["content"].removesuffix("="))) == row["answer"]  # digits and signs, our own
-    rng, item = random.Random(0), items[100]
-    assert task.good(item, rng).prompt == task.lazy(item, rng).prompt == f"{text_of(item)} ="
-    guesses = {task.lazy(item, rng).turns[0].text.removeprefix("<think></think>") for _ in range(400)}
-    assert guesses == {str(sum(item) + error) for error in range(-9, 10)}

@@ -29,17 +29,6 @@ _MISSING = (
 SIZES: dict[str, tuple[int, int]] = {"wide": (1280, 800), "narrow": (420, 900)}  # (width, height) in CSS pixels
 
 
-def find_chromium() -> str | None:
-    """The browser's executable; None: there is none but, perhaps, playwright's own."""
-    named = os.environ.get("CHROMIUM")
-    if named:
-        found = shutil.which(named)
-        if found is None:
-            pytest.fail(f"CHROMIUM={named} is not an executable")
-        return found
-    return next((path for name in _NAMES if (path := shutil.which(name)) is not None), None)
-
-
 @contextmanager
 def launched() -> Iterator[Browser]:
     """A browser without a window; without any the test is skipped, or fails. Until the end of the block an event loop runs in this
@@ -49,7 +38,8 @@ def launched() -> Iterator[Browser]:
     except ImportError:
         _give_up("playwright is not installed: pip install playwright")
     with sync_playwright() as playwright:
-        executable = find_chromium() or playwright.chromium.executable_path
+        names = [named] if (named := os.environ.get("CHROMIUM")) else _NAMES
+        executable = next(filter(None, map(shutil.which, names)), playwright.chromium.executable_path)
         if not Path(executable).exists():
             _give_up(_MISSING)
         browser = playwright.chromium.launch(executable_path=executable)

@@ -14,9 +14,8 @@ CHATML = (
 def build_tiny_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = True, **shape: Any) -> Path:
     """Write model and tokenizer to `folder` and return it. head_dim is 32: vLLM's CPU attention refuses 16. `shape`: of the config
     of a model that is not so tiny."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -33,37 +32,27 @@ def build_tiny_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool =
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML
     )
-    torch.manual_seed(seed)
-    tiny = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "initializer_range": 0.08}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        **{**tiny, **heads, **shape},
-        max_position_embeddings=2048,
-        tie_word_embeddings=tie_word_embeddings,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    shape |= {"tie_word_embeddings": tie_word_embeddings}
+    return _save(folder, tokenizer, seed=seed, vocab_size=len(tokenizer), **shape)
 
 
 def build_tool_model(folder: Path) -> Path:
     """A random Qwen3 with a tokenizer and template of the Qwen2.5 family, which knows tools."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     from tests.support.chat_families import family
 
     tokenizer = family("qwen2_5")
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, intermediate_size=128, max_position_embeddings=2048,
-        initializer_range=0.08, eos_token_id=tokenizer.eos_token_id, pad_token_id=None, bos_token_id=None,
-    )  # fmt: skip
+    return _save(folder, tokenizer, seed=3, vocab_size=-(-len(tokenizer) // 64) * 64)
+
+
+def _save(folder: Path, tokenizer: Any, *, seed: int, **shape: Any) -> Path:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    tiny = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "initializer_range": 0.08}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    config = Qwen3Config(**{**tiny, **heads, **shape}, max_position_embeddings=2048, **ends)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -16,17 +16,6 @@ def _folder(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_the_new_one_stands_and_nothing_is_left_beside_it(tmp_path: Path, is_first: bool) -> None:
-    folder = tmp_path / "folder"
-    if not is_first:
-        _folder(folder, "old")
-        _folder(tmp_path / "aside", "of a call that was killed")
-    put_in_place(_folder(tmp_path / "made", "new"), folder, aside=tmp_path / "aside")
-    assert (folder / "file").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-
-
 def test_whenever_it_ends_one_of_the_two_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, aside = _folder(tmp_path / "folder", "old"), tmp_path / "aside"
     made = _folder(tmp_path / "made", "new")
@@ -44,4 +33,7 @@ def test_whenever_it_ends_one_of_the_two_is_whole(tmp_path: Path, monkeypatch: p
     assert (aside / "file").read_text() == "old"
     put_in_place(made, folder, aside=aside)
     assert (folder / "file").read_text() == "new"
+    _folder(aside, "of a call that was killed at the end")
+    put_in_place(_folder(made, "newest"), folder, aside=aside)
+    assert (folder / "file").read_text() == "newest"
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]

@@ -21,11 +21,3 @@ def test_a_stream_whose_encoding_lacks_a_character_gets_its_escape() -> None:
     file.write("é … \ud800\n")
     file.flush()
     assert content.getvalue() == b"\xe9 \\u2026 \\ud800\n"
-
-
-def test_a_reward_that_closes_stdout_leaves_it_to_the_others() -> None:
-    file = io.StringIO()
-    stream = ResilientStream(file, "standard output", lambda text: None)
-    stream.close()
-    stream.write("still here")
-    assert file.getvalue() == "still here"

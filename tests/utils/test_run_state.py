@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from grpo_async.findings import RunHistory
-from grpo_async.run_directory import RunDir
 from grpo_async.utils.run_state import LEVELS, SILENT_S, state_of
 
 NOW = 1_000_000.0
@@ -33,17 +27,6 @@ def test_a_launcher_of_this_machine_is_looked_for_however_old_its_file_is() -> N
     )
 
 
-def test_a_launcher_that_nobody_has_waited_for_is_gone() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    began = psutil.Process(child.pid).create_time()
-    assert state_of(_status(pid=child.pid, pid_started_at=began)).state == "running"
-    assert child.stdin is not None
-    child.stdin.close()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
-    assert state_of(_status(pid=child.pid, pid_started_at=began)).state == "killed"
-    child.wait(60)
-
-
 def test_a_launcher_of_another_machine_is_believed_for_a_while() -> None:
     assert state_of(_status(host="far", pid=1), now=NOW + SILENT_S - 1).state == "running"
     assert state_of(_status(host="far", pid=1), now=NOW + SILENT_S + 1).state == "silent"
@@ -53,10 +36,3 @@ def test_a_launcher_of_another_machine_is_believed_for_a_while() -> None:
 @pytest.mark.parametrize("field", ["host", "pid", "pid_started_at", "updated_at", "state"])
 def test_nothing_that_a_file_holds_is_an_error(field: str, odd: object) -> None:
     assert state_of(_status(**{field: odd})).state in (*LEVELS, "?", "", "x")
-
-
-def test_without_a_status_the_summary_decides(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    assert RunHistory.read(run_dir).status == "unfinished"
-    run_dir.summary.write_text(json.dumps({"status": "finished"}))
-    assert RunHistory.read(run_dir).status == "finished"
