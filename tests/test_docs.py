@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from grpo_async.config.loader import load_config
 from grpo_async.config.sections import EnvironmentSection, RewardSection, ToolSection
 from grpo_async.envs import load_environments
 from grpo_async.rewards import load_rewards
+from grpo_async.store.query import parse_query
 from grpo_async.tools import load_tools
 from grpo_async.user_code.references import resolve_function
 from scripts.reference import FOLDER, pages
@@ -39,6 +44,7 @@ def _commands() -> list[tuple[str, str, list[str]]]:
 def test_the_reference_is_fresh() -> None:
     written = {file.name: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.md") if file.stem != "events"}
     assert written == pages(), "run: python -m scripts.reference"
+    assert not any("<bound method" in text for text in written.values())
 
 
 def test_the_readme_is_short_and_its_config_loads(tmp_path: Path) -> None:
@@ -78,6 +84,28 @@ def test_what_the_pages_name_of_the_repository_is_there() -> None:
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
+def test_shellcheck_has_nothing_to_say_of_the_batch_script(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "howto" / "slurm.md").read_text(encoding="utf-8")
+    script = tmp_path / "run.sbatch"
+    script.write_text(page.partition("```bash\n")[2].partition("```")[0])
+    checker = Path(sys.executable).with_name("shellcheck")
+    subprocess.run([checker, "--shell=bash", script], check=True, timeout=60.0)
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """--strict: a link, an anchor or a page that is missing from the navigation is an error (none is counted with --quiet)."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|img|link)[^>]+(?:src|href)=\"?(https?://[^\"\s>]+)", page.read_text(encoding="utf-8")
+        )
+        assert not loaded, f"{page}: the site loads {loaded}"
+
+
 @pytest.mark.parametrize(("page", "name", "arguments"), _commands(), ids=lambda value: str(value)[:60])
 def test_a_command_of_the_pages_is_there_with_its_options(page: str, name: str, arguments: list[str]) -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -91,6 +119,21 @@ def test_a_command_of_the_pages_is_there_with_its_options(page: str, name: str, 
     for argument in arguments:
         if argument.startswith("--"):
             assert argument.partition("=")[0] in known, f"{page}: grpo-async {name} {argument}"
+
+
+@pytest.mark.parametrize(
+    ("page", "query"),
+    [
+        (page, arguments[1])
+        for page, name, arguments in _commands()
+        if name == "inspect-rollouts"
+        and len(arguments) > 1
+        and not arguments[1].startswith("-")
+        and "QUERY" not in arguments[1]
+    ],
+)
+def test_a_query_of_the_pages_can_be_parsed(page: str, query: str) -> None:
+    parse_query(query)
 
 
 def test_the_files_that_the_architecture_names_are_there() -> None:
@@ -128,3 +171,25 @@ def test_the_code_of_the_pages_loads_in_every_role(tmp_path: Path, monkeypatch: 
         assert callable(resolve_function("mine:rollout_func", "rollout_function.function"))
     finally:
         sys.modules.pop("mine", None)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("trainer/grpo_config.py", "GRPOConfig"),
+        ("experimental/async_grpo/async_grpo_config.py", "AsyncGRPOConfig"),
+        ("trainer/base_config.py", "_BaseConfig"),
+    ],
+)
+def test_the_page_for_users_of_trl_names_every_field_of_its_config(file: str, name: str) -> None:
+    """Read from its files: the import takes seconds."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("trl is not installed")
+    tree = ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))
+    (found,) = (each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name)
+    targets = [each.target for each in found.body if isinstance(each, ast.AnnAssign)]
+    theirs = {target.id for target in targets if isinstance(target, ast.Name)} - {"_VALID_DICT_FIELDS"}
+    named = set(re.findall(r"\w+", (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")))
+    assert len(theirs) > 3
+    assert theirs - named == set()

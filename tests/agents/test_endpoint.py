@@ -395,3 +395,34 @@ def test_a_connection_that_a_client_keeps_does_not_hold_up_the_end() -> None:
 def _without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_what_ends_an_answer_is_said_in_the_words_of_each_api() -> None:
+    long = "one two THE END" + "x" * 80
+    policy = _policy(*[long] * 3, odd_tokens=1.0)
+
+    async def agent(session: AgentSession) -> None:
+        async with _openai(session) as client:
+            chat = await client.chat.completions.create(model="m", messages=[user("q")], stop="THE")
+            assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("one two ", "stop")
+            assert chat.choices[0].model_dump()["stop_reason"] == "THE"
+            chat = await client.chat.completions.create(model="m", messages=[user("q")], max_completion_tokens=5)
+            assert (chat.usage.completion_tokens, chat.choices[0].finish_reason) == (5, "length")  # type: ignore[union-attr]
+            response = await client.responses.create(model="m", input="q", max_output_tokens=5)
+            assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+
+    _run(policy, agent, num_branches=2)
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "ignored"),
+    [
+        (ChatCompletion, {"parallel_tool_calls": True, "chat_template_kwargs": {}, "stop_token_ids": None}, []),
+        (ChatCompletion, {"parallel_tool_calls": False, "n": 1}, ["parallel_tool_calls"]),
+        (Responses, {"input": "q", "reasoning": {"effort": "low"}}, ["reasoning.effort"]),
+    ],
+)
+def test_settings_that_change_the_answer_and_have_no_effect_are_known_as_ignored(
+    api: type[Exchange], body: dict[str, Any], ignored: list[str]
+) -> None:
+    assert api({"messages": [user("q")], **body}, "m", {}).call.ignored == ignored

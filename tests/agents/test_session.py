@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -325,3 +326,48 @@ def test_seeds_differ_between_calls_and_a_clients_seed_is_mixed_in() -> None:
 
     _, policy = _run(agent, *"abcd")
     assert len({served.request.seed for served in policy.served}) == 4
+
+
+def test_settings_of_sampling_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    policy = policy_saying("a", "b")
+
+    async def agent(session: AgentSession) -> None:
+        for _ in range(2):
+            sampling = {"temperature": 0.2, "top_p": 1.0}
+            await ask(session, user("q"), sampling=sampling, ignored=["presence_penalty"])
+
+    with caplog.at_level(logging.WARNING):
+        _with(policy, agent)
+    assert [record.args for record in caplog.records] == [("temperature",), ("presence_penalty",)]
+    assert {served.request.temperature for served in policy.served} == {1.0}
+
+
+def test_calls_that_are_not_wanted_or_cannot_be_read_stay_in_the_text() -> None:
+    broken = '<tool_call>\n{"name": "add", "argu\n</tool_call>'
+    halved = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud800"}}\n</tool_call>'
+    policy = policy_saying(calls("add", a=1), broken, halved)
+
+    async def agent(session: AgentSession) -> None:
+        first = await ask(session, user("q"), tools=[ADD], tool_choice="none")
+        assert (len(first.tool_calls), first.content) == (0, calls("add", a=1))
+        for text in (broken, halved):
+            reply = await ask(session, user("q"), tools=[ADD])
+            assert (len(reply.tool_calls), reply.content, reply.finish_reason) == (0, text, "stop")
+        errors = [path.turns[0].parse_error or "" for path in session.completion(RolloutStatus.FINISHED).paths]
+        assert ["cannot be read" in error for error in errors] == [True, False, True]
+
+    _with(policy, agent)
+
+
+def test_ids_that_the_policy_wrote_itself_go_to_the_client_and_back() -> None:
+    policy = policy_saying(family="mistral", odd_tokens=0.0)
+    said = iter(['[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]', "b"])
+    policy.say = lambda _: next(said)
+
+    async def agent(session: AgentSession) -> None:
+        first = await ask(session, user("q"), tools=[ADD])
+        assert [call["id"] for call in first.tool_calls] == ["abcdefghi"]
+        await ask(session, user("q"), first.message, tool(first.message["tool_calls"][0], "3"), tools=[ADD])
+        check_exact(policy, session.completion(RolloutStatus.FINISHED))
+
+    _with(policy, agent)
