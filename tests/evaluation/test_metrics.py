@@ -51,12 +51,6 @@ def test_two_prompts_with_four_samples_by_hand() -> None:
     assert metrics["reward_std"] == pytest.approx(math.sqrt(15 / 8 / 7))
 
 
-def test_a_pass_is_a_reward_of_at_least_pass_threshold() -> None:
-    prompts = [_prompt(0.5, 0.49)]
-    assert prompt_metrics(prompts, samples=2, pass_threshold=0.5)["pass@1"] == 0.5
-    assert prompt_metrics(prompts, samples=2, pass_threshold=0.49)["pass@1"] == 1.0
-
-
 def test_failed_and_unscored_completions_take_part_in_no_mean_and_are_counted() -> None:
     """Rewards 1, None (failed), None (unscored), 0: 2 scored; pass@4 has no prompt with 4."""
     completions = [
