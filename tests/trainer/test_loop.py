@@ -143,20 +143,6 @@ def test_an_evaluation_that_is_pinned_blocks_pushes_and_the_last_one_follows_whi
     assert [line["eval/step"] for line in lines] == [1.0, 2.0, 3.0, 4.0]
 
 
-@pytest.mark.parametrize(("another_serves", "pushed"), [(True, [1]), (False, [1, 2])])
-def test_a_server_that_joins_waits_for_an_evaluation_that_blocks_pushes_where_another_serves(
-    another_serves: bool, pushed: list[int]
-) -> None:
-    sync, evaluations = FakeSync(), _Evaluations(1)
-    sync.fleet.serving = lambda: ["another"] if another_serves else []
-
-    def joins() -> None:
-        sync.fleet.has_ready = True
-
-    _run(sync, _Source({3: joins}), steps=3, evaluations=evaluations)
-    assert sync.pushed == pushed
-
-
 @pytest.mark.parametrize(("last", "is_complete"), [([], True), (None, False)])
 def test_the_run_is_over_at_the_end_of_the_data_and_not_when_it_is_stopped(
     last: list[ScoredGroup] | None, is_complete: bool

@@ -50,6 +50,21 @@ def _run(config: ExperimentConfig, folder: Path) -> None:
     run_rank(_place(config, folder), config, ControlClient(None))
 
 
+def test_the_process_group_is_gone_when_a_rank_fails(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R1.8: destroyed on exceptions, and at the end, as below, where a second one is begun."""
+
+    def leads(*_: Any) -> None:
+        assert dist.is_initialized()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start_module, "run_rank_zero", leads)
+    with pytest.raises(KeyboardInterrupt):
+        _run(side_config(tmp_path, tiny_model), tmp_path)
+    assert not dist.is_initialized()
+
+
 def test_random_numbers_of_the_users_code_follow_the_seed(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
