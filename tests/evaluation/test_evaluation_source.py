@@ -45,21 +45,13 @@ def _begin(side: RolloutSide, *, max_in_flight: int = 4) -> Future[EvaluationRes
     return side.source.begin_evaluation(evaluator.run(task), num_tokens=lambda: evaluator.num_tokens)
 
 
-def _is_evaluation(request: Request) -> bool:
-    return str(request["request_id"]).startswith("eval-")
-
-
-def _sample(request: Request) -> int:
-    """The 1 of "eval-v3-0-r1-t0"."""
-    return int(request["request_id"].split("-")[3].removeprefix("r"))
-
-
 async def _slow_evaluation(request: Request) -> AsyncIterator[bytes]:
     """Training's requests are silent; those of an evaluation take almost three seconds, token by token."""
-    if not _is_evaluation(request):
+    name = str(request["request_id"]).split("-")  # of "eval-v3-0-r1-t0"
+    if name[0] != "eval":
         await asyncio.Event().wait()
     for _ in range(7):
-        yield line([5 + _sample(request) % 2], finish=None)
+        yield line([5 + int(name[3].removeprefix("r")) % 2], finish=None)
         await asyncio.sleep(0.4)
     yield line(request["stop_token_ids"][:1])
 

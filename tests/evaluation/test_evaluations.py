@@ -188,19 +188,6 @@ def test_what_was_cancelled_is_made_again_after_a_resume_and_what_is_done_is_not
         assert [record.step for record in read_evaluations(again.run_dir.evaluation_log, [])] == known
 
 
-def test_rollouts_of_one_that_was_cancelled_or_of_later_steps_are_removed(tmp_path: Path) -> None:
-    run = _Run(tmp_path)
-    for step in (2, 6):
-        folder = run.run_dir.evaluation(step)
-        folder.mkdir(parents=True)
-        (folder / "block-000000000000.jsonl").write_text("{")
-    resumed = _Run(tmp_path, start=2, at_start=False)
-    assert not resumed.run_dir.evaluation(6).exists()
-    assert resumed.run_dir.evaluation(2).exists()
-    resumed.evaluations.before_training()
-    assert not list(resumed.run_dir.evaluation(2).glob("*"))
-
-
 def test_a_step_whose_weights_no_server_has_is_not_evaluated(tmp_path: Path) -> None:
     run = _Run(tmp_path)
     run.after(2, is_served=False)

@@ -108,14 +108,6 @@ def test_means_are_over_the_prompts_that_have_a_reward() -> None:
     assert producer.most_leased == 2
 
 
-def test_the_bound_is_on_rollouts_and_lets_one_prompt_through_in_any_case() -> None:
-    """3 samples: at most 7 at once are 2 prompts; at most 1 at once is one prompt all the same."""
-    for bound, most in ((7, 6), (1, 3)):
-        producer = _Producer()
-        _run(_evaluator(producer, samples_per_prompt=3), max_in_flight=bound)
-        assert producer.most_leased == most
-
-
 def test_seeds_are_of_prompt_and_sample_and_the_same_in_every_evaluation() -> None:
     """Not those of training: groups there have seed_of(run.seed, group)."""
     producer = _Producer()
