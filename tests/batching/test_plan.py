@@ -78,8 +78,3 @@ def test_an_unpacked_row_is_as_long_as_the_longest_sample_of_its_micro_batch() -
         [([[0], [1]], 30), ([[2], [3]], 30)],
     ]
     assert plan.num_computed_tokens == 2 * 30 + 2 * 30
-
-
-def test_a_sample_longer_than_a_micro_batch_is_refused_by_name_of_the_setting() -> None:
-    with pytest.raises(ValueError, match=r"training\.micro_batch_tokens = 64"):
-        _plan([65])

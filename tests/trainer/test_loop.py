@@ -53,15 +53,6 @@ def _run(
     return lines, context.channel.of_first
 
 
-def test_training_goes_on_without_a_server_and_nothing_counts_as_served() -> None:
-    sync, source = FakeSync(up=False), _Source({})
-    lines, commands = _run(sync, source, steps=3)
-    assert sync.events == ["sleep", "skip 1", "sleep", "skip 2", "sleep", "skip 3"]
-    assert source.versions == []
-    assert [line["sync/skipped"] for line in lines] == [1.0, 1.0, 1.0]
-    assert not [command for command in commands if isinstance(command, GatherCommand)]
-
-
 def test_a_server_that_is_back_while_the_trainer_waits_gets_the_weights_of_the_last_step_at_once() -> None:
     sync = FakeSync(up=False)
 
