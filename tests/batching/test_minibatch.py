@@ -23,13 +23,6 @@ def test_groups_are_divided_evenly_in_their_order(num_groups: int, num_minibatch
     assert ids == list(range(num_groups))
 
 
-def test_groups_without_samples_take_no_part() -> None:
-    groups = [make_scored(0), make_scored(1, has_samples=False), make_scored(2)]
-    parts = split_groups(groups, 2)
-    assert [[group.group.group_id for group in part.groups] for part in parts] == [[0], [2]]
-    assert split_groups(groups[1:2], 2) == []
-
-
 def test_completions_that_were_scored_and_are_not_trained_are_counted_as_masked() -> None:
     """Two completions in each group; of the second group one was cut and is masked."""
     cut = make_scored(1)
@@ -43,40 +36,6 @@ _SAMPLES = [make_sample(completion=[5]), make_sample(completion=[5, 6, 7])]
 
 def _plan(*ranks: list[list[list[int]]]) -> BatchPlan:
     return BatchPlan(ranks=[[MicroBatchPlan(rows=rows, row_tokens=8) for rows in rank] for rank in ranks])
-
-
-_TOGETHER = _plan([[[0, 1]]])
-
-
-@pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [
-        ("dapo", [0.25, 0.25]),  # 1 / 4
-        ("grpo", [0.5, 1 / 6]),  # 1 / (2 x 1), 1 / (2 x 3)
-        ("dr_grpo", [0.05, 0.05]),  # 1 / (2 x 10)
-        ("luspo", [0.5, 0.5]),  # 1 / 2
-        ("bnpo", [0.25, 0.25]),  # one micro-batch of 4 tokens
-    ],
-)
-def test_weights_follow_the_formulas(reduction: Reduction, expected: list[float]) -> None:
-    weights = token_weights(_SAMPLES, _TOGETHER, reduction=reduction, max_completion_tokens=10)
-    assert weights == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [
-        ("dapo", [0.25, 0.25]),
-        ("grpo", [1 / 4, 1 / 12]),  # 1 / (4 x 1), 1 / (4 x 3)
-        ("dr_grpo", [0.025, 0.025]),  # 1 / (4 x 10)
-        ("luspo", [0.25, 0.25]),
-    ],
-)
-def test_samples_that_were_masked_whole_count_in_means_over_samples(
-    reduction: Reduction, expected: list[float]
-) -> None:
-    weights = token_weights(_SAMPLES, _TOGETHER, reduction=reduction, max_completion_tokens=10, num_masked=2)
-    assert weights == pytest.approx(expected)
 
 
 def test_a_sample_without_trained_tokens_counts_like_one_that_was_masked() -> None:

@@ -39,15 +39,6 @@ def _cost(indices: Sequence[int], lengths: Sequence[int]) -> int:
     return sum(16_384 * lengths[index] + lengths[index] ** 2 for index in indices)
 
 
-def test_the_worked_example() -> None:
-    plan = _plan([5, 3, 4, 2], world_size=2, micro_batch_tokens=8)
-    assert [[(each.rows, each.row_tokens) for each in rank] for rank in plan.ranks] == [
-        [([[0, 3]], 7)],
-        [([[1, 2]], 7)],
-    ]
-    assert plan.num_computed_tokens == 5 + 3 + 4 + 2
-
-
 def _first_fit(lengths: Sequence[int]) -> int:
     """Micro-batches of first-fit by decreasing length; it needs at most 11/9 of the fewest possible, and one (Johnson 1974)."""
     rooms: list[int] = []
@@ -87,24 +78,3 @@ def test_an_unpacked_row_is_as_long_as_the_longest_sample_of_its_micro_batch() -
         [([[0], [1]], 30), ([[2], [3]], 30)],
     ]
     assert plan.num_computed_tokens == 2 * 30 + 2 * 30
-    plan = _plan([30, 6, 30, 5], micro_batch_tokens=30, pack=False)
-    assert [(each.rows, each.row_tokens) for each in plan.ranks[0]] == [([[0]], 30), ([[2]], 30), ([[1], [3]], 6)]
-    assert plan.num_computed_tokens == 30 + 30 + 12
-
-
-def test_where_the_cheapest_first_leaves_a_sample_without_room_first_fit_decides() -> None:
-    """3 and 3 into one each, 2 and 2 too: 5 and 5 of 6, and no room for the last one."""
-    plan = _plan([3, 3, 2, 2, 2], micro_batch_tokens=6)
-    assert [each.rows for each in plan.ranks[0]] == [[[0, 1]], [[2, 3, 4]]]
-
-
-def test_long_samples_cost_more_than_as_many_tokens_in_short_ones() -> None:
-    """One of 24,000 costs 24,000 x (1 + 24,000 / 16,384) = 59,156, one of 1000 costs 1061. Even with a of the 60 short ones beside
-    the long one: 59,156 + 1061 a = 1061 (60 - a), a = 2.1."""
-    plan = _plan([24_000] + [1000] * 60, world_size=2, micro_batch_tokens=80_000)
-    assert sorted(each.row_tokens for rank in plan.ranks for each in rank) == [26_000, 58_000]
-
-
-def test_a_sample_longer_than_a_micro_batch_is_refused_by_name_of_the_setting() -> None:
-    with pytest.raises(ValueError, match=r"training\.micro_batch_tokens = 64"):
-        _plan([65])

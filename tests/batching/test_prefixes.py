@@ -80,9 +80,3 @@ def test_a_group_stays_together_unless_ranks_would_wait_or_it_does_not_fit(
     groups = [[[group] * 30 + [tail] * 20 for tail in range(10, 14)] for group in (1, 2)]
     plan = _plan([ids for group in groups for ids in group], world_size, limit)
     assert sorted(each.num_computed_tokens for rank in plan.ranks for each in rank) == wanted
-
-
-def test_a_system_prompt_that_all_have_does_not_hold_a_step_together() -> None:
-    """Eight samples of 100 tokens that begin with the same five go to eight ranks."""
-    plan = _plan([[1] * 5 + [tail] * 95 for tail in range(10, 18)], 8, 1000)
-    assert [each.num_computed_tokens for rank in plan.ranks for each in rank] == [100] * 8

@@ -15,7 +15,7 @@ from grpo_async.evaluation.evaluations import RunEvaluations
 from grpo_async.evaluation.evaluator import EvaluationTask
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.run_directory import RunDir
-from grpo_async.tracking.evaluation_record import EvaluationRecord, read_evaluations
+from grpo_async.tracking.evaluation_record import read_evaluations
 from tests.launch.support import make_config
 
 
@@ -38,22 +38,17 @@ class _Source:
         elif isinstance(reward, Exception):
             self.futures[-1].set_exception(reward)
         else:
-            result = EvaluationResult(
-                metrics={"reward": reward, "mixed": 0.0},
-                by_group={"a": {"reward": 1.0}},
-                completions=[{"prompt": "1 + 1 ="}],
-            )
-            self.futures[-1].set_result(result)
+            metrics = {"reward": reward, "mixed": 0.0}
+            self.futures[-1].set_result(EvaluationResult(metrics=metrics, by_group={"a": {"reward": 1.0}}))
 
 
 class _Run:
     """A run's evaluations and what was heard of them."""
 
-    def __init__(self, folder: Path, *, start: int = 0, has_evaluation: bool = True, **section: Any) -> None:
+    def __init__(self, folder: Path, *, start: int = 0, **section: Any) -> None:
         self.config = make_config(
             folder,
             training={"max_steps": 10},
-            tracking=[{"type": "tensorboard"}],
             rollout={"max_in_flight": 40},
             evaluation={"data": {"type": "jsonl", "path": "held.jsonl"}, "every_steps": 2, **section},
         )
@@ -69,7 +64,7 @@ class _Run:
             self.config,
             self.run_dir,
             source=self.source,
-            evaluator=evaluator if has_evaluation else None,
+            evaluator=evaluator,
             start=start,
             control=SimpleNamespace(send=self._send),  # type: ignore[arg-type]
             trackers=SimpleNamespace(log=lambda step, metrics: self.tracked.append((step, metrics))),  # type: ignore[arg-type]
@@ -96,15 +91,7 @@ def test_before_training_all_slots_are_used_and_the_first_step_reports_the_resul
     run.evaluations.collect(raise_failure=True)
     assert run.heard == [("before", {"reward": 0.5, "mixed": 0.0, "majority_baseline": 0.1, "reward/a": 1.0})]
     assert run.evaluations.scores("reward") == {}  # a checkpoint of step 0 is never the best
-    assert run.after(1) == {
-        "eval/reward": 0.5,
-        "eval/mixed": 0.0,
-        "eval/reward/a": 1.0,
-        "eval/majority_baseline": 0.1,
-        "eval/step": 0.0,
-    }
-    assert run.evaluations.take_completions() == [{"prompt": "1 + 1 ="}]
-    assert run.evaluations.take_completions() == []
+    assert run.after(1) == {f"eval/{name}": value for name, value in {**run.heard[0][1], "step": 0.0}.items()}
     assert run.after(2) == {}
 
 
@@ -124,21 +111,6 @@ def test_an_evaluation_is_begun_with_a_quarter_of_the_slots_and_reported_by_the_
     assert run.evaluations.scores("reward") == {2: 0.25}
     assert run.evaluations.scores("pass@1") == {}
     assert run.source.begun == [(2, 10), (4, 10)]  # the next one, in the same breath
-
-
-def test_an_evaluation_that_is_due_while_one_runs_is_skipped_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = _Run(tmp_path)
-    run.after(2)
-    metrics = run.after(4)
-    assert metrics == {"eval/num_skipped": 1.0}
-    assert "the evaluation of step 4 is skipped: the evaluation of step 2 was still running" in caplog.text
-    run.source.end()
-    run.after(5)
-    assert run.source.begun == [(2, 10)]
-    run.after(6)
-    assert run.source.begun == [(2, 10), (6, 10)]
 
 
 def test_pushes_are_held_until_a_pinned_evaluation_is_done(tmp_path: Path) -> None:
@@ -189,34 +161,11 @@ def test_after_the_last_step_the_running_one_is_waited_for_and_the_final_policy_
     run.evaluations.collect_last(10)
     assert run.source.begun == [(8, 10), (10, 40)]
     assert [when for when, _ in run.heard] == ["step 8", "after"]
-    assert [(step, metrics["eval/step"]) for step, metrics in run.tracked] == [(10, 8.0), (10, 10.0)]
+    assert [step for step, _ in run.tracked] == [10, 10]
     summary = run.evaluations.summary()
     assert summary is not None
     assert summary["after"]["reward"] == 0.75
     assert summary["during"] == [{"step": 8, "reward": 0.5, "mixed": 0.0, "majority_baseline": 0.1}]
-    assert summary["by_group"] == {"after": {"a": {"reward": 1.0}}}
-    assert summary["majority_baseline"] == 0.1
-
-
-def test_where_the_data_ends_at_a_step_that_was_evaluated_that_is_the_evaluation_of_the_end(tmp_path: Path) -> None:
-    """Groups that are dropped end an epoch before the last planned step, 10."""
-    run = _Run(tmp_path)
-    run.after(8)
-    run.source.end()
-    run.evaluations.collect_last(8)
-    run.evaluations.after_training(8)
-    assert run.source.begun == [(8, 10)]
-    assert [when for when, _ in run.heard] == ["step 8", "after"]
-    assert run.heard[0][1] == run.heard[1][1]
-    assert [record.when for record in read_evaluations(run.run_dir.evaluation_log, [])] == ["after"]
-    summary = run.evaluations.summary()
-    assert summary is not None
-    assert (summary["after"]["reward"], summary["during"]) == (0.5, [])
-    resumed = _Run(tmp_path, start=8)  # after a kill between the evaluation and the summary
-    resumed.evaluations.before_training()
-    resumed.evaluations.after_training(8)
-    assert resumed.source.begun == []
-    assert [when for when, _ in resumed.heard] == ["after"]
 
 
 def test_what_was_cancelled_is_made_again_after_a_resume_and_what_is_done_is_not(tmp_path: Path) -> None:
@@ -237,38 +186,6 @@ def test_what_was_cancelled_is_made_again_after_a_resume_and_what_is_done_is_not
         again.evaluations.before_training()
         assert again.source.begun == []
         assert [record.step for record in read_evaluations(again.run_dir.evaluation_log, [])] == known
-
-
-def test_rollouts_of_one_that_was_cancelled_or_of_later_steps_are_removed(tmp_path: Path) -> None:
-    run = _Run(tmp_path)
-    for step in (2, 6):
-        folder = run.run_dir.evaluation(step)
-        folder.mkdir(parents=True)
-        (folder / "block-000000000000.jsonl").write_text("{")
-    resumed = _Run(tmp_path, start=2, at_start=False)
-    assert not resumed.run_dir.evaluation(6).exists()
-    assert resumed.run_dir.evaluation(2).exists()
-    resumed.evaluations.before_training()
-    assert not list(resumed.run_dir.evaluation(2).glob("*"))
-
-
-def test_a_policy_is_being_evaluated_until_its_score_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its checkpoint would be removed before it is known to be the best."""
-    run = _Run(tmp_path)
-    seen: list[tuple[int | None, dict[int, float]]] = []
-    add = run.evaluations._add
-
-    def noting(record: EvaluationRecord) -> None:
-        add(record)
-        seen.append((run.evaluations.running_step, run.evaluations.scores("reward")))
-
-    monkeypatch.setattr(run.evaluations, "_add", noting)
-    run.after(2)
-    assert run.evaluations.running_step == 2
-    run.source.end()
-    run.after(3)
-    assert seen == [(2, {2: 0.5})]
-    assert run.evaluations.running_step is None
 
 
 def test_a_step_whose_weights_no_server_has_is_not_evaluated(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from grpo_async.buffer.group import OpenGroup
 from grpo_async.config.sections import AdvantageSection, EvaluationSection
-from grpo_async.errors import ConfigError, FatalRolloutError, RunError
+from grpo_async.errors import FatalRolloutError, RunError
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.records import RolloutStatus
@@ -108,25 +108,6 @@ def test_means_are_over_the_prompts_that_have_a_reward() -> None:
     assert producer.most_leased == 2
 
 
-def test_the_first_completion_of_each_of_the_first_prompts_is_a_row_of_a_table() -> None:
-    result = _run(_evaluator(_Producer(failing=[2]), count=20, samples_per_prompt=2))
-    assert len(result.completions) == 16
-    texts = {"step": 5, "prompt": "1 + 1 ="}
-    assert result.completions[:3] == [
-        {**texts, "completion": "0", "reward": None, "rewards/_reward": None, "rewards/Maze": None},
-        {**texts, "completion": "1", "reward": 3.0, "rewards/_reward": 1.0, "rewards/Maze": 1.0},
-        {**texts, "completion": "", "reward": None},
-    ]
-
-
-def test_the_bound_is_on_rollouts_and_lets_one_prompt_through_in_any_case() -> None:
-    """3 samples: at most 7 at once are 2 prompts; at most 1 at once is one prompt all the same."""
-    for bound, most in ((7, 6), (1, 3)):
-        producer = _Producer()
-        _run(_evaluator(producer, samples_per_prompt=3), max_in_flight=bound)
-        assert producer.most_leased == most
-
-
 def test_seeds_are_of_prompt_and_sample_and_the_same_in_every_evaluation() -> None:
     """Not those of training: groups there have seed_of(run.seed, group)."""
     producer = _Producer()
@@ -137,16 +118,6 @@ def test_seeds_are_of_prompt_and_sample_and_the_same_in_every_evaluation() -> No
     assert sorted(seeds[:4]) == sorted(seeds[4:])
     assert not {seed_of(0, number) for number in range(4)} & set(seeds)
     assert {**first.metrics, "duration_s": 0} == {**second.metrics, "duration_s": 0}
-
-
-def test_a_column_that_is_not_there_or_has_too_many_values_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"evaluation.group_by: level is not one of the columns \['source'\]"):
-        _evaluator(_Producer(), group_by="level")
-    scorer = Scorer([RewardFunction(_reward)], advantage=AdvantageSection(), train_zero_variance=False)
-    many = [make_prompt(number, level=number) for number in range(65)]
-    with pytest.raises(ConfigError, match="65 different values"):
-        Evaluator(many, _Producer(), scorer, EvaluationSection(group_by="level"))
-    Evaluator(many[:64], _Producer(), scorer, EvaluationSection(group_by="level"))
 
 
 def test_failed_rollouts_are_counted_and_warned_about_and_end_the_evaluation_when_they_are_most(

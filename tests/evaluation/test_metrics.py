@@ -51,12 +51,6 @@ def test_two_prompts_with_four_samples_by_hand() -> None:
     assert metrics["reward_std"] == pytest.approx(math.sqrt(15 / 8 / 7))
 
 
-def test_a_pass_is_a_reward_of_at_least_pass_threshold() -> None:
-    prompts = [_prompt(0.5, 0.49)]
-    assert prompt_metrics(prompts, samples=2, pass_threshold=0.5)["pass@1"] == 0.5
-    assert prompt_metrics(prompts, samples=2, pass_threshold=0.49)["pass@1"] == 1.0
-
-
 def test_failed_and_unscored_completions_take_part_in_no_mean_and_are_counted() -> None:
     """Rewards 1, None (failed), None (unscored), 0: 2 scored; pass@4 has no prompt with 4."""
     completions = [
@@ -71,7 +65,7 @@ def test_failed_and_unscored_completions_take_part_in_no_mean_and_are_counted() 
     assert "pass@4" not in metrics
 
 
-def test_each_group_has_its_own_metrics_and_versions_tell_whether_the_evaluation_is_mixed() -> None:
+def test_each_group_has_its_own_metrics() -> None:
     prompts = [_prompt(1, source="gsm"), _prompt(0, source="gsm"), _prompt(0, source="math")]
     result = evaluation_result(prompts, group_by="source", samples=1, pass_threshold=1.0, duration_s=2.0)
     assert result.metrics["reward"] == pytest.approx(1 / 3)
@@ -84,12 +78,3 @@ def test_each_group_has_its_own_metrics_and_versions_tell_whether_the_evaluation
     ]
     by_source = evaluation_result(labelled, group_by=None, samples=1, pass_threshold=1.0, duration_s=2.0).by_group
     assert {label: metrics["reward"] for label, metrics in by_source.items()} == {"a": 0.5, "b": 0.0}
-
-    def versions(*sampled: int) -> dict[str, float]:
-        completions = [make_completion(f"r{number}", version=version) for number, version in enumerate(sampled)]
-        prompt = _scored(completions, [1.0] * len(sampled))
-        found = evaluation_result([prompt], group_by=None, samples=2, pass_threshold=1.0, duration_s=0.0).metrics
-        return {name: found[name] for name in ("version_min", "version_max", "mixed")}
-
-    assert versions(4, 4) == {"version_min": 4.0, "version_max": 4.0, "mixed": 0.0}
-    assert versions(4, 6) == {"version_min": 4.0, "version_max": 6.0, "mixed": 1.0}

@@ -21,16 +21,12 @@ def loss_section(**values: Any) -> BaseLoss:
 
 
 def make_inputs(
-    ratios: Sequence[float],
-    advantages: Sequence[float],
-    *,
-    samples: Sequence[int] | None = None,
-    logprob: float = -1.0,
+    ratios: Sequence[float], advantages: Sequence[float], *, samples: Sequence[int] | None = None
 ) -> LossInputs:
-    """Tokens whose logprob is `logprob` and whose ratio to the proximal policy is given. The gradient is at `logprobs`."""
+    """Tokens whose logprob is -1 and whose ratio to the proximal policy is given. The gradient is at `logprobs`."""
     count = len(ratios)
-    logprobs = torch.full((count,), logprob).requires_grad_()
-    old = torch.tensor([logprob - math.log(ratio) for ratio in ratios])
+    logprobs = torch.full((count,), -1.0).requires_grad_()
+    old = torch.tensor([-1.0 - math.log(ratio) for ratio in ratios])
     return LossInputs(
         logprobs=logprobs,
         proximal_logprobs=old,

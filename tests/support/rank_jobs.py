@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.batching.minibatch import token_weights
-from grpo_async.batching.pack import MicroBatch, split_by_rank
+from grpo_async.batching.pack import split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.prefixes import prefix_order
-from grpo_async.config.sections import BaseLoss, ClippedLoss, LoraSection, ModelSection, OptimizerSection
+from grpo_async.config.sections import ClippedLoss, LoraSection, ModelSection, OptimizerSection
 from grpo_async.records import RolloutSample
 from grpo_async.training.context_parallel import ContextGroup
 from grpo_async.training.load import build_policy, load_weights
-from grpo_async.training.loss import Objective
-from grpo_async.training.model import Policy, Reference, make_mesh, shard_policy
+from grpo_async.training.model import Policy, make_mesh, shard_policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import ShardedParameters
-from grpo_async.training.step import StepResult, train_step
+from grpo_async.training.step import StepResult
 from tests.support.records import make_sample
+from tests.training.tiny_models import step_alone
 
 
 def random_samples(count: int = 12, *, seed: int = 0, spread: float = 0.1) -> list[RolloutSample]:
@@ -81,47 +81,19 @@ def build(
 
 
 def one_step(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    samples: list[RolloutSample],
-    *,
-    loss: BaseLoss | None = None,
-    num_minibatches: int = 1,
-    reference: Reference | None = None,
-    trainer_version: int = 0,
-    micro_batch_tokens: int = 4096,
-    pack: bool = True,
-    shares_prefixes: bool = True,
-    loss_scale: float = 1.0,
+    policy: Policy, optimizer: torch.optim.Optimizer, samples: list[RolloutSample], *, micro_batch_tokens: int = 4096
 ) -> StepResult:
-    """One step on this rank's part of the samples, cut into minibatches of neighbors."""
-    section = loss or ClippedLoss()
-    size = -(-len(samples) // num_minibatches)
-    minibatches: list[list[MicroBatch]] = []
-    for start in range(0, len(samples), size):
-        part = samples[start : start + size]
-        lengths = [len(sample.token_ids) for sample in part]
-        world_size = dist.get_world_size()
-        plan = plan_batch(
-            lengths,
-            world_size=world_size,
-            micro_batch_tokens=micro_batch_tokens,
-            pack=pack,
-            prefixes=prefix_order([sample.token_ids for sample in part]) if shares_prefixes else None,
-        )
-        weights = token_weights(part, plan, reduction=section.resolved_reduction, max_completion_tokens=32)
-        minibatches.append(split_by_rank(part, weights, plan, trainer_version=trainer_version)[dist.get_rank()].pack())
-    return train_step(
-        policy,
-        optimizer,
-        minibatches,
-        objective=Objective(section, num_updates=num_minibatches),
-        reference=reference,
-        lr=1e-3,
-        max_grad_norm=0.5,
-        device=torch.device("cpu"),
-        loss_scale=loss_scale,
+    """One step on this rank's part of the samples."""
+    plan = plan_batch(
+        [len(sample.token_ids) for sample in samples],
+        world_size=dist.get_world_size(),
+        micro_batch_tokens=micro_batch_tokens,
+        pack=True,
+        prefixes=prefix_order([sample.token_ids for sample in samples]),
     )
+    weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=32)
+    batches = split_by_rank(samples, weights, plan, trainer_version=0)[dist.get_rank()].pack()
+    return step_alone(policy, optimizer, [batches], ClippedLoss(), lr=1e-3)
 
 
 def fingerprint(policy: Policy) -> dict[str, float]:

@@ -44,7 +44,6 @@ def trl_loss(
     delta: float | None = None,
     beta: float = 0.0,
     use_bias_correction_kl: bool = True,
-    temperatures: tuple[float, float] = (1.0, 1.05),
     correction: str | None = None,
     cap: float | None = 3.0,
     floor: float | None = None,
@@ -64,8 +63,8 @@ def trl_loss(
         args=SimpleNamespace(
             delta=delta,
             use_bias_correction_kl=use_bias_correction_kl,
-            sapo_temperature_pos=temperatures[0],
-            sapo_temperature_neg=temperatures[1],
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
             vespo_k_pos=2.0,
             vespo_lambda_pos=3.0,
             vespo_k_neg=3.0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,15 +16,11 @@ from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
 from grpo_async.training.checkpoint import CheckpointState
 from tests.launch.support import make_config
 from tests.support.configs import merged
-from tests.support.local_server import LIMIT_S, LocalServer, Request, line
-
-scored: list[list[int]] = []
-"""The first token of every completion of every group that was scored."""
+from tests.support.local_server import LocalServer, Request, line
 
 
 def odd_is_right(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     """A reward: 1 where the first token is odd. `odd_or_even` makes it differ within every group."""
-    scored.append([ids[0] for ids in completion_ids])
     return [float(ids[0] % 2) for ids in completion_ids]
 
 
@@ -64,15 +59,14 @@ def side_config(folder: Path, model_path: Path, **sections: Mapping[str, Any]) -
 
 @contextmanager
 def open_side(
-    config: ExperimentConfig, server: LocalServer | str, state: CheckpointState | None = None
+    config: ExperimentConfig, server: LocalServer, state: CheckpointState | None = None
 ) -> Iterator[RolloutSide]:
     """Built, not started; closed at the end of the block. `state`: of a checkpoint to go on from."""
-    scored.clear()
     served.version = state.step if state else 0
     store = RolloutStore(config.run_path / "rollouts", settings=config.record.rollouts)
     side = build_rollout_side(
         config,
-        fleet=FixedServers([server if isinstance(server, str) else server.url]),
+        fleet=FixedServers([server.url]),
         renderer=load_renderer(config),
         vocab_size=1 << 20,
         store=store,
@@ -96,32 +90,3 @@ def take(side: RolloutSide, num_groups: int, *, version: int = 0) -> list[Scored
     while (groups := side.source.take(num_groups, trainer_version=version)) is None and not side.source.is_stopping:
         pass
     return groups
-
-
-class StepsSeen:
-    """A rollout function that notes which policy version was served at each of its calls.
-
-    The completion of rollout r at version v begins with 20 v + 10 + r % 2. `go_on` holds the calls up while it is cleared.
-    """
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.entered = threading.Event()
-        self.go_on = threading.Event()
-
-    def begin(self, *, held: bool = False) -> None:
-        """Forget what was seen."""
-        self.steps.clear()
-        self.entered.clear()
-        (self.go_on.clear if held else self.go_on.set)()
-
-    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        step, count = trainer.state.global_step, len(prompts)
-        self.steps.append(step)
-        self.entered.set()
-        assert self.go_on.wait(LIMIT_S)
-        ids = [[20 * step + 10 + number % 2, trainer.processing_class.eos_token_id] for number in range(count)]
-        return {"prompt_ids": [[1, 2]] * count, "completion_ids": ids, "logprobs": [[-0.5, -0.5]] * count}
-
-
-steps_seen = StepsSeen()

@@ -7,48 +7,39 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.errors import CheckpointError, RunError
 from grpo_async.records import ScoredGroup
-from grpo_async.run_directory import RunDir
 from grpo_async.tracking import MetricsWriter
 from grpo_async.tracking.jsonl import append_whole
 from grpo_async.trainer.loop import Trainer
 from grpo_async.training.checkpoint import CheckpointState
-from grpo_async.training.ranks import ExportCommand, WaitCommand
+from grpo_async.training.ranks import ExportCommand, SaveCommand, WaitCommand
 from grpo_async.training.step import StepResult
 from tests.support.records import make_scored
-from tests.trainer.fakes import FakeChannel, FakeSource, loop_config, make_trainer
+from tests.trainer.fakes import FakeSource, FakeSync, fake_context, loop_config, make_trainer
 
 
 class _Stub(FakeSource):
-    """Source, context and checkpoint writer in one."""
+    """Source and checkpoint writer in one."""
 
-    def __init__(self, *, steps: int = 4, every: int = 2) -> None:
+    def __init__(self, *, steps: int = 4, every: int = 2, **model: Any) -> None:
         self.states: list[CheckpointState] = []
         self.failure: CheckpointError | None = None
-        self.config = loop_config(training={"max_steps": steps}, checkpoint={"every_steps": every})
+        config = loop_config(
+            training={"max_steps": steps}, checkpoint={"every_steps": every}, model={"path": "m", **model}
+        )
+        self.context = fake_context(config, checkpoints=self, step=self.step, save=self.save)
         self.lines: list[dict[str, float]] = []
         self._num_taken = 0
-        # a TrainerContext
-        self.world_size = 1
-        self.device, self.peaks = torch.device("cpu"), None
-        self.policy: Any = SimpleNamespace(one_sample_per_row=False, shares_prefixes=True)
-        self.run_dir = RunDir(Path("unused"))
-        self.channel = FakeChannel()
-        self.checkpoints = self
 
     def trainer(self, state: CheckpointState | None = None, **more: Any) -> Trainer:
-        return make_trainer(self, self, self.lines, state=state, **more)
-
-    def pack(self, command: Any) -> None: ...
+        return make_trainer(self.context, self, self.lines, state=state, **more)
 
     def step(self, *_: Any, **__: Any) -> StepResult:
         return StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
@@ -59,6 +50,8 @@ class _Stub(FakeSource):
 
     def resume_state(self) -> ResumeState:
         return ResumeState(data={}, outstanding=[], ledger={})
+
+    def stop_generating(self) -> None: ...
 
     def prepare(self, heartbeat: Callable[[], None]) -> None: ...
 
@@ -86,10 +79,7 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
                 loss=0.5, grad_norm=1.0 if is_fine else float("inf"), num_tokens=4, updates=(is_fine,), metrics={}
             )
 
-    stub = Overflowing(steps=9, every=4)
-    stub.config = loop_config(
-        training={"max_steps": 9}, checkpoint={"every_steps": 4}, model={"path": "m", "compute_dtype": "float16"}
-    )
+    stub = Overflowing(steps=9, every=4, compute_dtype="float16")
     counters = {"loss_scale": 16384, "loss_scale_steps": 7}
     stub.trainer(CheckpointState(step=0, rollouts={}, counters=counters)).train()
     assert scales == [16384.0, 8192.0, 4096.0, 2048.0] + [1024.0] * 5
@@ -97,21 +87,21 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
     assert stub.states[0].counters == {"bad_steps": 0, "loss_scale": 1024, "loss_scale_steps": 0}
     assert stub.states[1].counters == {"bad_steps": 0, "loss_scale": 1024, "loss_scale_steps": 4}
 
-    class Broken(Overflowing):
-        def step(self, *arguments: Any, **more: Any) -> StepResult:
-            return StepResult(loss=0.5, grad_norm=float("inf"), num_tokens=4, updates=(False,), metrics={})
-
-    stub = Broken(steps=9, every=20)
-    stub.config = loop_config(training={"max_steps": 9}, model={"path": "m", "compute_dtype": "float16"})
+    stub.context.step = lambda *_, **__: StepResult(
+        loss=0.5, grad_norm=float("inf"), num_tokens=4, updates=(False,), metrics={}
+    )
     with pytest.raises(RunError, match="3 consecutive steps were not finite; step 4"):
         stub.trainer(CheckpointState(step=0, rollouts={}, counters={"loss_scale": 2})).train()
 
 
-def test_the_other_ranks_are_told_to_wait_while_the_model_is_written() -> None:
-    stub = _Stub()
-    stub.export = lambda *, heartbeat, **_: heartbeat()  # type: ignore[attr-defined]
-    stub.trainer().saver.export(3)
-    assert stub.channel.of_first == [ExportCommand(), WaitCommand()]
+def test_without_a_server_at_the_end_the_model_is_saved_and_exported_while_the_other_ranks_are_told_to_wait() -> None:
+    stub, sync = _Stub(), FakeSync(up=False)
+    sync.fleet.wait_until_up = Mock(side_effect=RunError("all servers were given up"))
+    stub.context.export = lambda *, heartbeat, **_: heartbeat()
+    stub.trainer(sync=sync, evaluations=Mock(is_over=True)).finish(4)
+    assert [state.step for state in stub.states] == [4]
+    assert stub.context.channel.of_first == [SaveCommand(step=4), ExportCommand(), WaitCommand()]
+    assert sync.events == ["skip 0"]  # after all of this
 
 
 def test_a_run_that_has_reached_its_last_step_trains_no_more_and_ends_under_the_step_of_its_weights() -> None:
@@ -188,16 +178,3 @@ def test_a_kill_between_a_line_and_its_checkpoint_leaves_neither_a_hole_nor_a_li
     killed.append("")
     Life(steps=6).live()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
-
-
-def test_no_checkpoint_is_begun_while_the_lines_of_its_steps_cannot_be_written() -> None:
-    """A kill right after it would leave a hole in metrics.jsonl."""
-    stub = _Stub()
-
-    def refuse() -> None:
-        raise RunError("cannot write metrics.jsonl")
-
-    log = SimpleNamespace(write=lambda step, metrics: stub.lines.append(metrics), sync=refuse)
-    with pytest.raises(RunError, match=r"metrics\.jsonl"):
-        stub.trainer(log=log).train()
-    assert (len(stub.lines), stub.states) == (2, [])

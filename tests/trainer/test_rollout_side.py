@@ -1,9 +1,8 @@
-"""The rollout side as a run builds it, against a server that is silent, slow or broken."""
+"""The rollout side as a run builds it, against a server that a test scripts."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
@@ -13,44 +12,10 @@ from pathlib import Path
 import pytest
 
 from grpo_async.buffer.ledger import is_balanced
-from grpo_async.chat.renderer import load_renderer
-from grpo_async.errors import ConfigError, RunError
 from grpo_async.records import GroupStatus
-from grpo_async.trainer.rollout_side import load_rollout_inputs
 from grpo_async.training.checkpoint import CheckpointState
 from tests.support.local_server import Request, line, local_server
-from tests.support.records import make_scored
-from tests.support.stored import LineStore, read_groups
 from tests.trainer.sides import number_in_group, odd_or_even, open_side, serve, side_config, take
-
-
-async def _silent(request: Request) -> AsyncIterator[bytes]:
-    await asyncio.Event().wait()
-    yield b""
-
-
-def test_a_stop_dispatches_nothing_more_although_there_is_room(tiny_model: Path, tmp_path: Path) -> None:
-    """R6.3: after a stop no request leaves, and nothing is asked again for what was given up."""
-    config = side_config(tmp_path, tiny_model, rollout={"max_staleness": 4})
-    with local_server(_silent) as server, open_side(config, server) as side:
-        side.source.start()
-        server.wait_for(lambda: len(server.requests) == 20, "(4 + 1) x 2 groups of 2")
-        assert side.first_prompt_ids[0] in [request["token_ids"] for request in server.requests]
-        side.source.stop_generating()
-        serve(side, 3)  # makes room for 3 x 2 groups
-        time.sleep(0.3)
-        assert len(server.requests) == 20
-        assert side.source.ledger_snapshot()["groups"]["started"] == 10
-        assert side.source.ledger_snapshot()["groups"]["cancelled"] == 10
-
-
-def test_a_request_that_is_silent_ends_at_its_own_deadline(tiny_model: Path, tmp_path: Path) -> None:
-    """That of the queue: tests/evaluation/test_evaluation_source.py."""
-    config = side_config(tmp_path, tiny_model, inference={"request_timeout_s": 0.3, "max_retries": 0})
-    with local_server(_silent) as server, open_side(config, server) as side:
-        side.source.start()
-        with pytest.raises(RunError, match=r"8 consecutive failures.*was silent for 0\.3 s"):
-            take(side, 2)
 
 
 def test_an_empty_queue_goes_on_waiting_without_a_word_while_the_server_generates(
@@ -98,73 +63,20 @@ def test_every_rollout_in_flight_has_a_connection_at_the_same_time(tiny_model: P
         assert len(groups) == 20
 
 
-def test_the_workers_prompts_are_those_of_the_configured_template_and_end_at_the_configured_token(
+def test_a_run_of_two_epochs_uses_every_row_twice_also_when_it_goes_on_from_a_checkpoint(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """R1.14: a template of our own, its argument (a row's goes first) and end-of-turn token reach the server's requests."""
-    template = tmp_path / "own.jinja"
-    template.write_text(
-        "{% for message in messages %}{{ message['role'] ~ tone ~ message['content'] }}{% endfor %}<|im_start|>"
-    )
-    data = tmp_path / "chat.jsonl"
-    data.write_text(
-        '{"prompt": [{"role": "user", "content": "hello"}], "answer": "2"}\n'
-        '{"prompt": [{"role": "user", "content": "hello"}], "answer": "2", "chat_template_kwargs": {"tone": "?"}}\n'
-    )
-    config = side_config(
-        tmp_path,
-        tiny_model,
-        data={"train": {"type": "jsonl", "path": str(data)}},
-        model={
-            "chat_template": str(template),
-            "chat_template_kwargs": {"tone": "!"},
-            "end_of_turn_tokens": ["<|endoftext|>"],
-        },
-    )
-    tokenizer = load_renderer(config).tokenizer
-    with local_server(odd_or_even) as server, open_side(config, server) as side:
-        side.source.start()
-        server.wait_for(lambda: len(server.requests) == 4, "the requests of a step")
-    assert {tokenizer.decode(request["token_ids"]) for request in server.requests} == {
-        "user!hello<|im_start|>",
-        "user?hello<|im_start|>",
-    }
-    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    assert all(sorted(request["stop_token_ids"]) == sorted(ends) for request in server.requests)
-
-
-def test_rows_behind_a_checkpoint_are_given_up_only_when_it_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
-    config = side_config(tmp_path, tiny_model)
-    folder = config.run_path / "rollouts"
-    with local_server(_silent) as server:
-        with open_side(config, server) as side:
-            rollouts = side.source.resume_state()
-            state = CheckpointState(step=1, rollouts=rollouts.small(), lines=list(rollouts.lines()))
-        scored = make_scored(0)
-        with LineStore(folder) as store:
-            store.append(scored.group, GroupStatus.TRAINED, 2, scored=scored)
-            store.flush()
-        with open_side(config, server, state) as side:
-            assert [row.group_id for row in read_groups(folder)] == [0]  # the start may still fail
-            assert side.next_seq == 0
-
-
-@pytest.mark.parametrize("rows", [[5], [2, 3]], ids=["one source", "a mixture"])
-def test_a_run_of_two_epochs_uses_every_row_twice_also_when_it_goes_on_from_a_checkpoint(
-    tiny_model: Path, tmp_path: Path, rows: list[int]
-) -> None:
-    """Five rows, two groups a step: ten prompts, five steps. The checkpoint is that of step 2: what waits then is in it."""
+    """Five rows of two sources, two groups a step: ten prompts, five steps. The checkpoint is that of step 2: what waits then is
+    in it."""
     sources = []
-    for count in rows:
-        sources.append(
-            {"type": "jsonl", "path": str(tmp_path / f"{count}.jsonl"), **({"weight": count} if rows[1:] else {})}
-        )
+    for count in (2, 3):
+        sources.append({"type": "jsonl", "path": str(tmp_path / f"{count}.jsonl"), "weight": count})
         lines = [f'{{"prompt": "question {number} of {count}", "answer": "2"}}\n' for number in range(count)]
         (tmp_path / f"{count}.jsonl").write_text("".join(lines))
     config = side_config(
         tmp_path,
         tiny_model,
-        data={"train": sources if rows[1:] else sources[0], "shuffle": True},
+        data={"train": sources, "shuffle": True},
         rollout={"max_staleness": 2},
         training={"max_steps": None, "epochs": 2},
     )
@@ -194,20 +106,3 @@ def test_a_run_of_two_epochs_uses_every_row_twice_also_when_it_goes_on_from_a_ch
     assert sorted(texts.values()) == [2] * 5
     assert is_balanced(ledger)
     assert (ledger["groups"]["started"], ledger["groups"]["trained"]) == (10, 10)
-
-
-def test_the_trainer_looks_at_all_rows_too(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The launcher sees only the first rows of what takes long to read."""
-    question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ([question], [question, answer]))
-    )
-    data = {"train": {"type": "jsonl", "path": str(tmp_path / "rows.jsonl")}}
-    config = side_config(tmp_path, tiny_model, data=data)
-    with caplog.at_level(logging.INFO):
-        load_rollout_inputs(config, load_renderer(config))
-    assert "1 of 2 prompts end in an assistant's message" in caplog.text
-    with (tmp_path / "rows.jsonl").open("a") as file:
-        file.write(json.dumps({"prompt": [question], "image": "a.png"}))
-    with pytest.raises(ConfigError, match=r"1 of 3 rows have the column `image`.*rows\.jsonl:3"):
-        load_rollout_inputs(config, load_renderer(config))

@@ -98,7 +98,6 @@ def test_long_samples_and_shared_prefixes_are_what_the_dense_mask_gives(
     ("arguments", "message"),
     [
         ({"sinks": torch.zeros(HEADS)}, "sinks"),
-        ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"dropout": 0.1}, "dropout"),
         ({"is_causal": False}, "attention to later tokens"),
     ],

@@ -127,27 +127,13 @@ def test_two_ranks_on_one_device_make_the_step_of_one(
             assert two[name]["metrics"]["grad_norm"] == pytest.approx(one[name]["metrics"]["grad_norm"], rel=0.02)
 
 
-def test_the_masks_and_weights_of_these_runs_act(plain: dict[str, Any]) -> None:
-    """Otherwise the equalities above would say little."""
-    for name, values in LOSSES.items():
-        first = plain[name]["metrics"]
-        if values["off_policy_mask"] is not None:
-            assert 0.0 < first["masked/off_policy"] < 1.0
-        assert first["kl"] > 0.0
-        if values["correction"]["action"] == "mask":
-            assert 0.0 < first["masked/correction"] < 1.0
-        assert first["sampling/ess"] < 1.0
-        assert {flag for row in plain[name]["statistics"].values() for flag in row["flags"]} - {0.0}, name
-    weights = [plain[name]["weights"] for name in LOSSES]
-    assert all(one != other for index, one in enumerate(weights) for other in weights[:index])
-
-
 def test_a_rank_without_samples_and_groups_that_are_not_stored_do_no_harm(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     """Two groups of two samples in two updates on three ranks: each update leaves one rank with nothing. Of the first only it is
     stored, and the second one's update is not finite."""
-    settings: dict[str, Any] = {"losses": {"grpo": {"type": "grpo"}}, "num_groups": 2, "minibatches": 2, "pack": False}
+    losses = {"grpo": {"type": "grpo", "beta": 0.1}}  # the reference answers all ranks together, too
+    settings: dict[str, Any] = {"losses": losses, "num_groups": 2, "minibatches": 2, "pack": False}
     every = run_on_ranks("train", 3, tmp_path / "three", module=MODULE, **models, poisoned=[1], **settings)["grpo"]
     alone = run_on_ranks("train", 1, tmp_path / "one", module=MODULE, **models, kept=[0], **settings)["grpo"]
     assert every["updates"] == [True, False]

@@ -11,7 +11,7 @@ import torch
 
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.training.logprobs import PolicyOutput
-from grpo_async.training.model import Policy, compile_layers, compiles, recompute_activations
+from grpo_async.training.model import Policy, compile_layers, recompute_activations
 from tests.training.tiny_families import (
     LENGTHS,
     ROW_TOKENS,
@@ -59,15 +59,6 @@ def test_recomputed_activations_give_the_same_gradients(family: str, mode: Liter
     recompute_activations(ours, mode)
     _assert_same(*policies, lengths=LENGTHS, rows=ROWS, row_tokens=ROW_TOKENS)
     _assert_same_batch(*policies, pack_tree(tree_samples(0)))
-
-
-def test_layers_are_compiled_on_gpus_unless_they_carry_a_state_or_the_user_says_otherwise() -> None:
-    attends, recurs = _policy(build_family("qwen3")), _policy(build_family("lfm2"))
-    assert [compiles(None, policy, device) for policy in (attends, recurs) for device in ("cuda", "cpu")] == [
-        True, False, False, False,
-    ]  # fmt: skip
-    assert compiles(True, recurs, "cpu")
-    assert not compiles(False, attends, "cuda")
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ the paper for each weight. The sampling mask of top_k."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,33 +40,23 @@ def _policies(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return logits, (logits.detach() + 0.4 * torch.randn(rows, VOCAB, dtype=torch.float64)).log_softmax(-1)
 
 
-def _total(
-    loss: dict[str, Any],
-    logits: torch.Tensor,
-    sampler: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
-    num_top: int | None,
-) -> torch.Tensor:
-    """The objective of one token in each place, by full logits."""
+def _batch(sampler: torch.Tensor, targets: torch.Tensor, *, num_top: int, **more: torch.Tensor) -> MicroBatch:
+    """One token in each place, and what the sampler says of its likeliest ones."""
+    top_ids = sampler.topk(num_top).indices
+    more |= {"target_ids": targets, "top_ids": top_ids, "top_logprobs": sampler.gather(1, top_ids)}
+    return token_batch(sampler.gather(1, targets[:, None])[:, 0], **more)
+
+
+def _total(loss: dict[str, Any], logits: torch.Tensor, batch: MicroBatch, **settings: Any) -> torch.Tensor:
+    """The objective by full logits."""
     logprobs = logits.log_softmax(-1)
-    top_ids = sampler.topk(num_top or 1).indices
-    batch = token_batch(
-        sampler.gather(1, targets[:, None])[:, 0],
-        advantages,
-        weights,
-        target_ids=targets,
-        top_ids=top_ids,
-        top_logprobs=sampler.gather(1, top_ids),
-    )
+    assert batch.top_ids is not None
     output = PolicyOutput(
-        logprobs=logprobs.gather(1, targets[:, None])[:, 0],
-        entropy=-(logprobs.exp() * logprobs).sum(-1),
-        top_logprobs=logprobs.gather(1, top_ids),
+        logprobs=logprobs.gather(1, batch.target_ids[:, None])[:, 0],
+        entropy=torch.zeros(len(logits), dtype=torch.float64),
+        top_logprobs=logprobs.gather(1, batch.top_ids),
     )
-    return Objective(loss_section(**loss, score_centering=num_top))(output, batch).total
+    return Objective(loss_section(**loss), **settings)(output, batch).total
 
 
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
@@ -78,14 +67,11 @@ def test_of_a_constant_advantage_nothing_is_learned_in_expectation_over_the_samp
     """Every token of the vocabulary once, weighted by the sampler's probability; exact, since all of them are reported."""
     row, sampler = _policies(1)
     logits, sampler = row.expand(VOCAB, -1), sampler.expand(VOCAB, -1)
-    known = {
-        "targets": torch.arange(VOCAB),
-        "advantages": torch.full((VOCAB,), advantage, dtype=torch.float64),
-        "weights": sampler[0].exp(),
-    }
+    known = {"advantages": torch.full((VOCAB,), advantage, dtype=torch.float64), "weights": sampler[0].exp()}
+    batch = _batch(sampler, torch.arange(VOCAB), num_top=VOCAB, **known)
     expected = []
     for num_top in (VOCAB, None):
-        (gradient,) = torch.autograd.grad(_total(loss, logits, sampler, num_top=num_top, **known), row)
+        (gradient,) = torch.autograd.grad(_total({**loss, "score_centering": num_top}, logits, batch), row)
         expected.append(gradient.abs().max().item())
     centered, plain = expected
     assert centered < 1e-12
@@ -96,12 +82,10 @@ def test_of_a_constant_advantage_nothing_is_learned_in_expectation_over_the_samp
 def test_it_adds_the_formula_of_the_paper(name: str, num_top: int) -> None:
     """A sum_v sg(m - alpha p) log p, by the probabilities themselves; and the rest of the loss stays what it is."""
     logits, sampler = _policies(40)
-    known = {
-        "targets": torch.randint(0, VOCAB, (40,)),
-        "advantages": torch.randn(40, dtype=torch.float64),
-        "weights": torch.rand(40, dtype=torch.float64),
-    }
-    found, plain = (_total(LOSSES[name], logits, sampler, num_top=top, **known) for top in (num_top, None))
+    targets = torch.randint(0, VOCAB, (40,))
+    known = {"advantages": torch.randn(40, dtype=torch.float64), "weights": torch.rand(40, dtype=torch.float64)}
+    batch = _batch(sampler, targets, num_top=num_top, **known)
+    found, plain = (_total({**LOSSES[name], "score_centering": top}, logits, batch) for top in (num_top, None))
     logprobs = logits.log_softmax(-1).gather(1, sampler.topk(num_top).indices)
     p, q = logprobs.detach().exp(), sampler.topk(num_top).values.exp()
     rho = (1.0 - q.sum(-1)).clamp(min=1e-6) / (1.0 - p.sum(-1)).clamp(min=1e-6)
@@ -142,31 +126,19 @@ def test_under_top_k_value_and_gradient_are_those_of_logits_without_the_other_to
     num_kept = torch.randint(2, TOP_K + 1, (TOKENS, 1))
     is_cut = torch.ones(TOKENS, VOCAB, dtype=torch.bool).scatter(1, order, torch.arange(VOCAB) >= num_kept)
     sampler = sampled_from.masked_fill(is_cut, -math.inf).log_softmax(-1)
-    targets = torch.multinomial(sampler.exp(), 1)
-    top_ids = order[:, :TOP_K]
-    batch = token_batch(
-        sampler.gather(1, targets)[:, 0],
-        torch.randn(TOKENS // 6, dtype=torch.float64).repeat_interleave(6),
-        torch.rand(TOKENS, dtype=torch.float64),
-        target_ids=targets[:, 0],
+    batch = _batch(
+        sampler,
+        torch.multinomial(sampler.exp(), 1)[:, 0],
+        num_top=TOP_K,
+        advantages=torch.randn(TOKENS // 6, dtype=torch.float64).repeat_interleave(6),
+        weights=torch.rand(TOKENS, dtype=torch.float64),
         sample_index=torch.arange(TOKENS) // 6,
         staleness=torch.arange(TOKENS) % 3,
     )
-
-    def total(logits: torch.Tensor, batch: MicroBatch, *, keeps: bool = False) -> torch.Tensor:
-        logprobs = logits.log_softmax(-1)
-        output = PolicyOutput(
-            logprobs=logprobs.gather(1, targets)[:, 0],
-            entropy=torch.zeros(TOKENS, dtype=torch.float64),
-            top_logprobs=logprobs.gather(1, top_ids),
-        )
-        return Objective(loss_section(**loss), keeps_sampling_mask=keeps)(output, batch).total
-
-    masked = replace(batch, top_ids=top_ids, top_logprobs=sampler.gather(1, top_ids))
     found, wanted, uncut = (
-        total(logits, masked, keeps=True),
-        total(logits.masked_fill(is_cut, -math.inf), batch),
-        total(logits, batch),
+        _total(loss, logits, batch, keeps_sampling_mask=True),
+        _total(loss, logits.masked_fill(is_cut, -math.inf), batch),
+        _total(loss, logits, batch),
     )
     torch.testing.assert_close(found, wanted)
     gradients = [torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (found, wanted, uncut)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tests.training.tiny_families import FAMILIES, build_family
 from tests.training.tiny_models import load_tiny, save_model
 
 
-def _load(folder: Path, **settings: Any) -> Any:
+def _load(folder: Path | str, **settings: Any) -> Any:
     return load_tiny(folder, **settings).model
 
 
@@ -42,21 +41,6 @@ def _assert_equal(model: Any, expected: Any) -> None:
     for name, buffer in model.named_buffers():
         assert buffer.dtype == buffers[name].dtype, name
         assert torch.equal(buffer, buffers[name]), name
-
-
-@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True), ("qwen3_moe", False), ("gemma", True)])
-def test_the_model_is_that_of_from_pretrained(tmp_path: Path, family: str, tied: bool) -> None:
-    folder = save_model(tmp_path, family, tied=tied)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 7], "top_k": 11}))
-    model, expected = _load(folder), _pretrained(folder)
-    _assert_equal(model, expected)
-    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
-    ids = torch.randint(0, 40, (2, 20), generator=torch.Generator().manual_seed(0))
-    hidden = expected.eval()(ids).logits
-    # the policy has its own attention function, so the plain one is put back
-    model.set_attn_implementation("sdpa")
-    assert torch.equal(model.eval()(ids).logits, hidden)
-    assert model.generation_config.eos_token_id == [3, 7]
 
 
 @pytest.mark.slow
@@ -145,24 +129,12 @@ def test_a_tied_head_that_the_file_holds_too_must_be_the_embedding(tmp_path: Pat
     assert torch.equal(_load(folder).get_input_embeddings().weight, expected), "a head may be the only one of the two"
 
 
-def test_broken_and_pickled_files_are_refused(tmp_path: Path) -> None:
-    folder = save_model(tmp_path, "qwen3", max_shard_size="60KB")
-    first, *_ = sorted(folder.glob("*.safetensors"))
-    first.write_bytes(first.read_bytes()[:100])
-    with pytest.raises(ConfigError, match=r"cannot load the weights of .*; copy the model again"):
-        _load(folder)
-    pickled = save_model(tmp_path / "pickled", "qwen3")
+def test_pickled_files_are_refused(tmp_path: Path) -> None:
+    pickled = save_model(tmp_path, "qwen3")
     torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
     (pickled / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"cannot load the weights of .*save it as safetensors with save_pretrained"):
         _load(pickled)
-
-
-def test_a_digest_tells_models_apart_and_not_how_they_are_cut_into_files(tmp_path: Path) -> None:
-    one = BaseWeights(str(save_model(tmp_path / "one", "qwen3")))
-    cut = BaseWeights(str(save_model(tmp_path / "cut", "qwen3", max_shard_size="60KB")))
-    other = BaseWeights(str(save_model(tmp_path / "other", "qwen3", seed=1)))
-    assert one.digest == cut.digest != other.digest
 
 
 def test_a_revision_is_loaded_from_the_cache_of_the_hub_without_a_network(
@@ -182,9 +154,5 @@ def test_a_revision_is_loaded_from_the_cache_of_the_hub_without_a_network(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for chosen, branch in ((None, "main"), ("old", "old"), ("1" * 40, "old")):
-        found = load_tiny("me/tiny", revision=chosen).state_dict()
-        wanted = load_tiny(folders[branch]).state_dict()
-        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        _assert_equal(_load("me/tiny", revision=chosen), _load(folders[branch]))
         assert BaseWeights("me/tiny", revision=chosen).digest == BaseWeights(str(folders[branch])).digest
-    with pytest.raises(ConfigError, match="me/tiny"):
-        load_tiny("me/tiny", revision="new")

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from grpo_async.training import logprobs as logprobs_module
 from grpo_async.training.logprobs import LogitTransform, TokenObjective, chunked_logprobs
@@ -119,26 +117,22 @@ def test_other_tokens_in_the_place_of_a_target_have_their_logprobs_and_gradients
         torch.testing.assert_close(gradient, expected)
 
 
-class _Shapes(TorchDispatchMode):
-    """Remembers the largest tensor that any operation made."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        self.largest = max(self.largest, *sizes, 0)
-        return output
-
-
 @pytest.mark.parametrize("frozen", ["nothing", "hidden", "head"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("is_per_token", [True, False])
+@pytest.mark.parametrize("temperature", [0.7, torch.linspace(0.5, 2.0, N)], ids=["one temperature", "of each token"])
 @pytest.mark.parametrize(("chunk_tokens", "dtype"), [(3, torch.float64), (100, torch.float64), (3, torch.bfloat16)])
 def test_values_and_gradients_are_those_of_full_logits(
-    chunk_tokens: int, dtype: torch.dtype, is_per_token: bool, transform: LogitTransform, frozen: str
+    chunk_tokens: int,
+    dtype: torch.dtype,
+    temperature: Any,
+    is_per_token: bool,
+    transform: LogitTransform,
+    frozen: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of what wants them only; times 2, as what comes from above scales them."""
+    monkeypatch.setattr(logprobs_module, "_CACHED", 2 * VOCAB)  # two tokens at a time
     head, hidden, targets = _case(dtype, bias=True)
     if frozen == "head":
         head.requires_grad_(False)
@@ -146,9 +140,10 @@ def test_values_and_gradients_are_those_of_full_logits(
         hidden = hidden.detach()
     trained = [tensor for tensor in (hidden, *head.parameters()) if tensor.requires_grad]
     objective = _weighted(torch.float64)
-    settings: dict[str, Any] = {"temperature": 0.7, "transform": transform}
+    settings: dict[str, Any] = {"temperature": temperature, "transform": transform}
     if dtype == torch.float64:
-        right = _full(hidden, targets, head, **settings)
+        of_rows = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature
+        right = _full(hidden, targets, head, temperature=of_rows, transform=transform)
         wanted = objective(*right, slice(None), hidden[:, :0])
     else:  # full logits of 16 bits are rounded elsewhere: what one chunk gives
         whole = chunked_logprobs(hidden, targets, head, chunk_tokens=N, objective=objective, **settings)
@@ -170,50 +165,6 @@ def test_values_and_gradients_are_those_of_full_logits(
     for gradient, expected in zip(*gradients, strict=True):
         assert gradient.dtype == dtype
         torch.testing.assert_close(gradient, expected, **near)
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_each_token_may_have_a_temperature_of_its_own(
-    transform: LogitTransform, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logprobs_module, "_CACHED", 2 * VOCAB)  # two tokens at a time
-    head, hidden, targets = _case(torch.float64, bias=True)
-    temperatures = torch.linspace(0.5, 2.0, N)
-    objective = _weighted(torch.float64)
-    right = _full(hidden, targets, head, temperature=temperatures[:, None], transform=transform)
-    found = chunked_logprobs(
-        hidden, targets, head, temperature=temperatures, chunk_tokens=3, transform=transform, objective=objective
-    )
-    assert found.objective is not None
-    torch.testing.assert_close((found.logprobs, found.entropy), right)
-    trained = [hidden, *head.parameters()]
-    wanted = torch.autograd.grad(objective(*right, slice(None), hidden[:, :0]), trained)
-    torch.testing.assert_close(torch.autograd.grad(found.objective, trained), wanted)
-
-
-@pytest.mark.parametrize(("is_per_token", "computed"), [(True, 40), (False, 76)])
-def test_logits_are_held_for_one_chunk_and_computed_once_or_again_but_for_the_last_chunk(
-    monkeypatch: pytest.MonkeyPatch, is_per_token: bool, computed: int
-) -> None:
-    """40 tokens in chunks of 4: no tensor is larger than 4 x vocab, the head itself is smaller."""
-    torch.manual_seed(0)
-    head = nn.Linear(2, 1000, bias=False)
-    hidden, targets = torch.randn(40, 2, requires_grad=True), torch.randint(0, 1000, (40,))
-    counts = []
-    linear = logprobs_module._linear
-    monkeypatch.setattr(
-        logprobs_module, "_linear", lambda states, *more: counts.append(len(states)) or linear(states, *more)
-    )
-    with _Shapes() as shapes:
-        total = chunked_logprobs(
-            hidden, targets, head, temperature=1.0, chunk_tokens=4, objective=_sum_of_both, is_per_token=is_per_token
-        ).objective
-        assert total is not None
-        total.backward(retain_graph=True)
-    assert sum(counts) == computed
-    assert shapes.largest == 4 * 1000
-    with pytest.raises(RuntimeError, match="only one backward pass"):
-        total.backward()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from grpo_async.config.sections import LoraSection, ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.load import build_policy
-from grpo_async.training.lora import adapters_off, gather_adapter, gather_weights, write_adapter
+from grpo_async.training.lora import gather_adapter, gather_weights, write_adapter
 from grpo_async.training.model import Policy
 from grpo_async.training.parameters import ShardedParameters
 from grpo_async.training.verify import one_row
@@ -53,18 +53,6 @@ def test_adapters_begin_as_nothing_and_are_all_that_is_trained(tied_model: Path)
     assert first.var().item() == pytest.approx(1 / 192, rel=0.3)
 
 
-def test_adapters_off_is_the_model_without_them_also_after_an_error(tied_model: Path) -> None:
-    policy, plain = _load(tied_model), load_tiny(tied_model)
-    with_them = _logprobs(policy)
-    assert (with_them - _logprobs(plain)).abs().max() > 0.01
-    with adapters_off(policy.model):
-        assert torch.equal(_logprobs(policy), _logprobs(plain))
-    with pytest.raises(RuntimeError), adapters_off(policy.model):
-        raise RuntimeError
-    assert torch.equal(_logprobs(policy), with_them)
-    assert any(parameter.requires_grad for parameter in policy.parameters())
-
-
 def test_exports_are_a_merged_model_and_an_adapter_that_peft_loads(tied_model: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -102,8 +90,6 @@ def test_a_base_in_4_bits_is_pushed_and_exported_as_it_computes(
     ("section", "words"),
     [
         ({"target_modules": ["q_proj", "nonsense"]}, "nonsense"),
-        ({"target_modules": ["proj"]}, "ends in 'proj'"),  # of q_proj: whole names only
-        ({"target_modules": ["lm_head"]}, "lm_head"),
         ({"modules_to_save": ["nonsense"]}, "nonsense"),
         ({"modules_to_save": ["lm_head"]}, r"tied to one of \['lm_head'\]"),
     ],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from grpo_async.batching.minibatch import token_weights
-from grpo_async.batching.pack import MicroBatch, split_by_rank
+from grpo_async.batching.pack import split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.config.sections import (
     BaseLoss,
@@ -25,6 +25,7 @@ from grpo_async.records import RolloutSample
 from grpo_async.training.logprobs import PolicyOutput
 from grpo_async.training.loss import Objective, ObjectiveOutput
 from grpo_async.training.metrics import UpdateSums, step_metrics
+from tests.support.records import make_sample
 from tests.support.trl_losses import TrlBatch, trl_loss
 
 pytestmark = pytest.mark.slow  # importing TRL takes its time
@@ -62,20 +63,10 @@ def _samples(batch: TrlBatch) -> list[RolloutSample]:
     samples = []
     for mask, sampler, advantage in zip(batch.mask, batch.sampler, batch.advantages, strict=True):
         if mask.any():
-            samples.append(
-                RolloutSample(
-                    group_id=0,
-                    rollout_id=f"r{len(samples)}",
-                    token_ids=[1] * (len(mask) + 1),
-                    loss_mask=[0, *mask.tolist()],
-                    sampler_logprobs=[0.0, *(sampler * mask).tolist()],
-                    policy_versions=[-1, *(0 if trained else -1 for trained in mask.tolist())],
-                    advantage=advantage.item(),
-                    rewards={},
-                    reward=None,
-                    truncated=False,
-                )
+            sample = make_sample(
+                prompt=[1], completion=[1] * len(mask), advantage=advantage.item(), logprobs=sampler.tolist()
             )
+            samples.append(replace(sample, loss_mask=[0, *mask.tolist()]))
     return samples
 
 
@@ -92,11 +83,10 @@ def _ours(batch: TrlBatch, section: BaseLoss) -> tuple[ObjectiveOutput, dict[str
     )
     (micro_batch,) = split_by_rank(samples, weights, plan, trainer_version=0)[0].pack()
     kept = batch.mask.bool()
-    entropy = batch.entropy[kept]
-    _assert_same_order(micro_batch, batch)
+    assert micro_batch.sampler_logprobs.tolist() == pytest.approx(batch.sampler[kept].tolist())
     objective = Objective(section, num_updates=2)  # so that the proximal logprobs are the old ones
     output = objective(
-        PolicyOutput(logprobs=batch.logprobs[kept], entropy=entropy),
+        PolicyOutput(logprobs=batch.logprobs[kept], entropy=batch.entropy[kept]),
         micro_batch,
         ref_logprobs=batch.ref[kept],
         old=batch.old[kept],
@@ -104,10 +94,6 @@ def _ours(batch: TrlBatch, section: BaseLoss) -> tuple[ObjectiveOutput, dict[str
     sums = UpdateSums(objective, torch.device("cpu"))
     sums.add(output)
     return output, step_metrics([sums.gather(torch.zeros(()))], objective)
-
-
-def _assert_same_order(micro_batch: MicroBatch, batch: TrlBatch) -> None:
-    assert micro_batch.sampler_logprobs.tolist() == pytest.approx(batch.sampler[batch.mask.bool()].tolist())
 
 
 def _gradients(loss: torch.Tensor, batch: TrlBatch) -> list[torch.Tensor]:
@@ -185,15 +171,6 @@ def test_kl_with_a_reference_and_entropy_bonus(section: BaseLoss, trl: dict[str,
     settings |= {} if weighed is None else {"use_bias_correction_kl": weighed}
     both = _assert_equal(section.model_copy(update=settings), **settings, **trl)
     assert both.keys() >= {"kl", "policy_loss"}
-
-
-def test_the_defaults_of_the_kl_are_those_of_trl() -> None:
-    from trl import GRPOConfig
-
-    theirs = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
-    assert {name: getattr(ClippedLoss(), name) for name in ("beta", "use_bias_correction_kl")} == {
-        name: theirs[name] for name in ("beta", "use_bias_correction_kl")
-    }
 
 
 @pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)

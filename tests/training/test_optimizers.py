@@ -11,7 +11,6 @@ from torch import nn
 from transformers.optimization import get_scheduler
 
 from grpo_async.config.sections import OptimizerSection
-from grpo_async.errors import ConfigError
 from grpo_async.training.optimizer import AdamW8bit, Muon, lr_factors, make_optimizer
 from tests.trainer.fakes import loop_config
 from tests.training.tiny_models import load_tiny, save_model
@@ -102,13 +101,9 @@ def test_every_parameter_has_the_state_from_the_start_that_its_first_update_begi
         optimizer.zero_grad(set_to_none=True)
 
     section = OptimizerSection(type=kind, lr=1e-3, weight_decay=0.1)
-    policy, other, untouched = load_tiny(tied_model), load_tiny(tied_model), load_tiny(tied_model)
+    policy, other = load_tiny(tied_model), load_tiny(tied_model)
     optimizer, expected = make_optimizer(policy, section), make_optimizer(other, section)
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-3] * len(optimizer.param_groups)
-    for parameter, same in zip(policy.parameters(), untouched.parameters(), strict=True):
-        assert torch.equal(parameter, same)
-        assert parameter.grad is None
-        assert optimizer.state[parameter]
+    assert all(optimizer.state[parameter] for parameter in policy.parameters())
     expected.state.clear()  # made with the first gradient
     for every in (2, 1):
         step(policy, optimizer, every=every)
@@ -157,23 +152,4 @@ def test_a_schedule_is_that_of_transformers_behind_its_warm_up(schedule: str, ar
 def test_a_floor_is_where_a_schedule_ends() -> None:
     """Nine steps behind the warmup: the last one is at 8/9 of the way."""
     assert _factors(schedule="linear", min_lr_ratio=0.1, warmup_steps=3)[-1] == pytest.approx(1 - 0.9 * 8 / 9)
-    assert _factors(schedule="polynomial", min_lr_ratio=0.1)[-1] == pytest.approx(1 - 0.9 * 11 / 12)
-    decay = {"num_decay_steps": 2, "decay_type": "linear"}
-    stable = _factors(schedule="warmup_stable_decay", min_lr_ratio=0.2, schedule_kwargs=decay)
-    assert stable == pytest.approx([1.0] * 11 + [0.6])
     assert _factors(schedule="cosine", min_lr_ratio=0.5)[6] == pytest.approx(0.75)
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear"])
-def test_a_run_that_is_shorter_than_its_warm_up_ends_with_it(schedule: str) -> None:
-    factors = _factors(schedule=schedule, warmup_steps=STEPS + 8)
-    assert factors == pytest.approx([(step + 1) / STEPS for step in range(STEPS)])
-
-
-def test_arguments_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.schedule_kwargs: polynomial .*nonsense"):
-        _factors(schedule="polynomial", schedule_kwargs={"nonsense": 1})
-    with pytest.raises(ConfigError, match=r"schedule_kwargs: constant takes none; set optimizer\.schedule"):
-        _factors(schedule_kwargs={"num_cycles": 2})
-    with pytest.raises(ConfigError, match=r"warmup_stable_decay .*num_decay_steps"):
-        _factors(schedule="warmup_stable_decay")

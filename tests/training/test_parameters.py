@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_async.inference.api import ServedParameters
 from grpo_async.training.parameters import NamedTensor, ShardedParameters
 from tests.training.tiny_models import collect, save_model
 
@@ -66,9 +65,3 @@ def test_a_parameter_that_is_gathered_as_something_else_than_this_rank_holds_is_
         with pytest.raises(RuntimeError, match=f"not what this rank holds of {wrong}$"):
             list(parameters.buckets(1 << 20))
     list(parameters.buckets(1 << 20))
-
-
-def test_a_server_that_swaps_adapters_cannot_take_merged_weights(tmp_path: Path) -> None:
-    parameters = ShardedParameters(_load(save_model(tmp_path, "llama")), wire_dtype=torch.float32)
-    assert parameters.problems(ServedParameters(shapes={})) == []
-    assert parameters.problems(ServedParameters(shapes={}, swaps_adapters=True))

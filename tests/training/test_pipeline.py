@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_async.training.pipeline import (
-    Activity,
-    CounterSnapshot,
-    PipelineMeter,
-    peak_flops,
-    pipeline_summary,
-    training_flops,
-)
+from grpo_async.training.pipeline import CounterSnapshot, PipelineMeter, pipeline_summary, training_flops
 from tests.training.tiny_families import build_family
 
 
@@ -23,15 +16,10 @@ def _reading(time_s: float, busy_s: float, tokens: int) -> CounterSnapshot:
     return CounterSnapshot(time_s=time_s, generation_busy_s=busy_s, generated_tokens=tokens)
 
 
-def _meter(first: CounterSnapshot) -> PipelineMeter:
-    meter = PipelineMeter()
-    meter.begin(first)
-    return meter
-
-
 def test_the_figures_of_steps_and_of_the_run_over_them() -> None:
     """R1.6, R1.12: steps of 4 s and 2 s: waited 1 s and 0.5 s, generated 2 s and 2 s."""
-    meter = _meter(_reading(10.0, 5.0, 100))
+    meter = PipelineMeter()
+    meter.begin(_reading(10.0, 5.0, 100))
     first = meter.step(
         _reading(14.0, 7.0, 500),
         trained_tokens=200,
@@ -64,74 +52,15 @@ def test_the_figures_of_steps_and_of_the_run_over_them() -> None:
     )
     assert [second[f"async/staleness/{age}"] for age in range(3)] == [0.0, 0.0, 1.0]
     summary = pipeline_summary([{"num_tokens": 3, "reward": 0.2, **first}, {"num_tokens": 1, "reward": 0.6, **second}])
-    assert summary == pytest.approx(
-        {
-            "wall_s": 6.0,
-            "trained_tokens_per_s": 50.0,
-            "generated_tokens_per_s": 100.0,
-            "trainer_idle_ratio": 1.5 / 6,
-            "generator_idle_ratio": 2 / 6,  # 1 - 4 / 6
-            "overlap_efficiency": 4.5 / 6,
-            "staleness_mean": 4 / 4,
-            "staleness_max": 2.0,
-            "reward_first": 0.4,
-            "reward_last": 0.4,
-            "training_fraction": 3.25 / 6,
-            "pushing_fraction": 0.5 / 6,
-            "checkpoint_fraction": 0.5 / 6,
-            "other_fraction": 0.25 / 6,
-        }
-    )
-
-
-def test_rewards_of_a_run_are_those_of_its_first_and_last_three_steps_by_source() -> None:
-    rows = [{"reward": float(n), "source/sums/reward": 2.0 * n, "source/sums/reward_std": 9.0} for n in range(5)]
-    summary = pipeline_summary([{}, *rows, {"loss": 1.0}])
-    assert (summary["reward_first"], summary["reward_last"]) == (1.0, 3.0)
-    assert (summary["source/sums/reward_first"], summary["source/sums/reward_last"]) == (2.0, 6.0)
-
-
-def test_a_reading_that_falls_back_is_not_counted_twice_and_clocks_that_differ_make_no_more_than_a_whole() -> None:
-    """Tokens of an evaluation are taken off when its rollout function says how many they were: late. What was spent is read a
-    moment after the wall time: 4.1 s of 4 s."""
-    meter = _meter(_reading(0.0, 0.0, 0))
-    generated = 0.0
-    for time_s, tokens in ((1.0, 1000), (2.0, 5000), (3.0, 2000), (4.0, 3000), (5.0, 6000)):
-        line = meter.step(_reading(time_s, 0.0, tokens), trained_tokens=0, staleness={}, spent={})
-        generated += line["perf/generated_tokens_per_s"]
-    assert generated == 6000
-    spent = {"waiting": 1.0, "training": 3.1}
-    line = meter.step(_reading(9.0, 0.0, 0), trained_tokens=0, staleness={}, spent=spent)
-    parts = [value for name, value in line.items() if name.endswith("_fraction")]
-    assert sum(parts) + line["pipeline/trainer_idle_ratio"] == pytest.approx(1.0)
-    assert line["pipeline/training_fraction"] == pytest.approx(3.1 / 4.1)
-
-
-def test_what_is_done_inside_something_else_is_not_counted_there_and_an_error_is_counted_too() -> None:
-    """5 s of waiting with a push of 2 s in the middle that fails, then 1 s of nothing, then 4 s of training."""
-    clock = [100.0]
-    activity = Activity(clock=lambda: clock[0])
-    activity.begin("in step 2")
-
-    def push() -> None:
-        with activity.during("pushing version 1", "push", "pushing"):
-            clock[0] = 104.0
-            assert str(activity) == "pushing version 1, for 2 s"
-            raise RuntimeError("lost")
-
-    with activity.during("waiting for the samples of step 2", "wait", "waiting"):
-        clock[0] = 102.0
-        with pytest.raises(RuntimeError, match="lost"):
-            push()
-        clock[0] = 105.0
-        assert str(activity) == "waiting for the samples of step 2, for 5 s"
-    clock[0] = 106.0
-    with activity.during("training step 2", "train", "training"):
-        clock[0] = 110.0
-    assert str(activity) == "in step 2, for 10 s"
-    assert activity.num_begun == 3, "a push to a server that came back is no progress"
-    assert activity.take_seconds() == {"waiting": 3.0, "pushing": 2.0, "training": 4.0}
-    assert activity.take_seconds() == {}
+    wanted = {
+        "wall_s": 6.0,
+        "trained_tokens_per_s": 50.0,
+        "trainer_idle_ratio": 1.5 / 6,
+        "overlap_efficiency": 4.5 / 6,
+        "staleness_mean": 4 / 4,
+        "training_fraction": 3.25 / 6,
+    }
+    assert {name: summary[name] for name in wanted} == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
@@ -145,20 +74,3 @@ def test_the_flops_of_a_step_are_those_that_torch_counts(family: str, settings: 
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(3, 15)[None], use_cache=False).logits.sum().backward()
     assert training_flops(model, 12, 12, 12 * 12) == counter.get_total_flops()
-
-
-def test_frozen_weights_take_two_thirds_and_a_cpu_has_no_peak() -> None:
-    model = build_family("qwen3")
-    whole = training_flops(model, 100, 0, 0)
-    model.requires_grad_(False)
-    assert training_flops(model, 100, 0, 0) == pytest.approx(whole * 2 / 3)
-    assert peak_flops(torch.device("cpu"), "bfloat16") is None
-
-
-def test_a_token_attends_to_a_window_at_most() -> None:
-    """12 tokens in a window of 3, in both layers: 36 pairs at most, 12 FLOPs for each of the values of all heads."""
-    model = build_family("mixtral", sliding_window=3)
-    width = model.config.num_attention_heads * model.config.head_dim
-    missing = training_flops(model, 12, 12, 36) - training_flops(model, 12, 12, 0)
-    assert missing == 12 * width * 36 * model.config.num_hidden_layers
-    assert training_flops(model, 12, 12, 12 * 12) == training_flops(model, 12, 12, 36)

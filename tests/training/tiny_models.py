@@ -26,22 +26,15 @@ SIZES: dict[str, Any] = {
 def save_model(
     folder: Path, family: str, *, tied: bool = False, seed: int = 0, dtype: str = "float32", **settings: Any
 ) -> Path:
-    """Write a random model of a family (llama, qwen3, qwen3_moe, gemma) and return the folder."""
+    """Write a random model of a family (qwen3, qwen3_moe, gemma, gpt_oss) and return the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    sizes = {**SIZES, **{name: settings.pop(name) for name in list(settings) if name != "max_shard_size"}}
+    sizes = {**SIZES, **settings}
     if family == "qwen3_moe":
         sizes |= {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
-    if family == "llama":  # rotary tables that are not the usual ones
-        sizes |= {
-            "rope_scaling": {
-                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        }  # fmt: skip
     config = AutoConfig.for_model(family, **sizes, tie_word_embeddings=tied, initializer_range=0.08)
-    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder, **settings)
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
 

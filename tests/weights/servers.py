@@ -20,29 +20,12 @@ LIMIT_S = 60.0
 """Of every wait in these tests; none is reached when they pass."""
 
 
-class Events:
+class Events(list[str]):
     """What happened, in order, on all servers."""
-
-    def __init__(self) -> None:
-        self._events: list[str] = []
-        self._changed = threading.Condition()
-
-    def add(self, event: str) -> None:
-        with self._changed:
-            self._events.append(event)
-            self._changed.notify_all()
-
-    def all(self) -> list[str]:
-        with self._changed:
-            return list(self._events)
 
     def of(self, name: str) -> list[str]:
         """Those of one server, without its name."""
-        return [event.removeprefix(f"{name} ") for event in self.all() if event.startswith(f"{name} ")]
-
-    def wait_for(self, *events: str) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: set(events) <= set(self._events), LIMIT_S), (events, self._events)
+        return [event.removeprefix(f"{name} ") for event in self if event.startswith(f"{name} ")]
 
 
 class Workers:
@@ -65,7 +48,7 @@ class Workers:
         self.served: list[dict[str, torch.Tensor]] = []
         self.version = 0
         self.is_whole = True
-        self.events = events or Events()
+        self.events = Events() if events is None else events
         self.calls: dict[str, Any] = {}
         self._faults = faults or {}
         devices = devices or [torch.device("cpu")] * num_workers
@@ -73,7 +56,7 @@ class Workers:
 
     def _do(self, phase: str, **arguments: Any) -> None:
         self.calls[phase] = arguments
-        self.events.add(f"{self.name} {phase}")
+        self.events.append(f"{self.name} {phase}")
         fault = self._faults.get(phase)
         if isinstance(fault, threading.Event):
             fault.wait(LIMIT_S)
@@ -142,7 +125,7 @@ class Parameters(GatheredParameters):
     def __init__(self, *, num_layers: int = 6, events: Events | None = None) -> None:
         generator = torch.Generator().manual_seed(3)
         self.tensors: dict[str, torch.Tensor] = {}
-        self.events = events or Events()
+        self.events = Events() if events is None else events
         self.num_gathered = 0
         for layer in range(num_layers):
             self.tensors[f"{layer}.weight"] = torch.randn(33, 17, generator=generator)
@@ -157,7 +140,7 @@ class Parameters(GatheredParameters):
     def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
         self.num_gathered = 0
         for number, bucket in enumerate(super().buckets(bucket_bytes)):
-            self.events.add(f"gathering {number}")
+            self.events.append(f"gathering {number}")
             self.num_gathered += 1
             yield bucket
 

@@ -5,43 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_async.config.sections import WeightsSection
 from grpo_async.weights.buckets import (
     ParameterSpec,
-    choose_bucket_bytes,
-    cut_into_buckets,
     digests_of,
     samples_of,
     update_problems,
 )
-
-
-def _specs(*num_floats: int) -> list[ParameterSpec]:
-    return [ParameterSpec(name=str(i), dtype_name="float32", shape=(n,)) for i, n in enumerate(num_floats)]
-
-
-def test_a_large_parameter_is_a_bucket_of_its_own_whatever_fits() -> None:
-    """Half a bucket: 40 floats of 80."""
-    buckets = list(cut_into_buckets(_specs(5, 40, 5, 5, 39, 40), 320))
-    assert [[spec.name for spec in bucket] for bucket in buckets] == [["0"], ["1"], ["2", "3", "4"], ["5"]]
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "free", "expected"),
-    [
-        (400 * 10**6, None, 8 << 20),
-        (16 * 10**9, 70 << 30, 250 * 10**6),  # 8B in bfloat16: a 64th
-        (140 * 10**9, 1 << 30, 128 << 20),  # an eighth of what is free
-    ],
-)
-def test_buckets_grow_with_the_model_as_far_as_there_is_room(
-    num_bytes: int, free: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
-    device = torch.device("cpu" if free is None else "cuda")
-    assert choose_bucket_bytes(WeightsSection(), num_bytes, device=device) == expected
-    assert choose_bucket_bytes(WeightsSection(bucket_mb=3), num_bytes, device=device) == 3 << 20
-
 
 SERVED = {"a": [2, 3], "b": [4]}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.weights import ipc
@@ -21,10 +19,6 @@ from tests.weights.shared_files import SharedFiles
 
 TIMEOUT_S = 60.0
 CPU = torch.device("cpu")
-HANDLE = {
-    "gpu": "GPU-1", "handle": "00ff", "size": 100, "offset": 0, "counter": "2f61", "counter_offset": 8, "event": "",
-    "needs_event": True,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -62,49 +56,6 @@ def test_a_send_ends_only_when_the_bucket_was_copied_out(files: SharedFiles, mon
     for _ in range(2):
         trainer.buffer(8).fill_(9)
     assert received.tolist() == list(range(8))  # a copy, not the buffer
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "handles", "message"),
-    [
-        (8, "[{}]", "no handles of the trainer"),
-        (8, "[]", "no handles of the trainer"),
-        (9, None, "less than the 9 bytes"),
-    ],
-)
-def test_a_worker_refuses_handles_and_sizes_that_it_does_not_expect(
-    files: SharedFiles, num_bytes: int, handles: str | None, message: str
-) -> None:
-    trainer, worker = _group_of_two()
-    trainer.share(8, [])
-    if handles is not None:
-        trainer._open().set("handles", handles)
-    receiving = in_thread(worker.receive(num_bytes, timeout_s=TIMEOUT_S), name="receive")
-    trainer.send(trainer.buffer(8), timeout_s=TIMEOUT_S)
-    with pytest.raises(RuntimeError, match=message):
-        receiving.result(TIMEOUT_S)
-    worker.close()
-    trainer.close()
-
-
-def test_a_handle_is_checked_and_mapped_on_its_own_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = ipc.Handle.model_validate_json(json.dumps(HANDLE))
-    assert (handle.handle, handle.counter) == (b"\x00\xff", b"/a")
-    assert ipc.Handle.model_validate_json(handle.model_dump_json()) == handle
-    for wrong in ({"size": -1}, {"handle": "ff" * 5000}, {"handle": "zz"}):
-        with pytest.raises(ValidationError, match=next(iter(wrong))):
-            ipc.Handle.model_validate_json(json.dumps({**HANDLE, **wrong}))
-    monkeypatch.setattr(ipc, "gpu_of", lambda device: "GPU-2")
-    with pytest.raises(RuntimeError, match="on GPU-1, this worker's model is on GPU-2"):
-        ipc.map_buffer(handle, CPU)
-
-
-def test_workers_none_of_which_is_on_a_gpu_of_the_trainer_are_refused(files: SharedFiles) -> None:
-    trainer, worker = _group_of_two(torch.device("cpu", 7))
-    with pytest.raises(RuntimeError, match="GPU-7"):
-        trainer.share(8, [])
-    worker.close()
-    trainer.close()
 
 
 @pytest.mark.slow
