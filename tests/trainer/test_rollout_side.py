@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async.buffer.ledger import is_balanced
+from grpo_async.chat.renderer import load_renderer
 from grpo_async.records import GroupStatus
 from grpo_async.training.checkpoint import CheckpointState
 from tests.support.local_server import Request, line, local_server
@@ -106,3 +107,38 @@ def test_a_run_of_two_epochs_uses_every_row_twice_also_when_it_goes_on_from_a_ch
     assert sorted(texts.values()) == [2] * 5
     assert is_balanced(ledger)
     assert (ledger["groups"]["started"], ledger["groups"]["trained"]) == (10, 10)
+
+
+def test_the_workers_prompts_are_those_of_the_configured_template_and_end_at_the_configured_token(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """R1.14: a template of our own, its argument (a row's goes first) and end-of-turn token reach the server's requests."""
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for message in messages %}{{ message['role'] ~ tone ~ message['content'] }}{% endfor %}<|im_start|>"
+    )
+    data = tmp_path / "chat.jsonl"
+    data.write_text(
+        '{"prompt": [{"role": "user", "content": "hello"}], "answer": "2"}\n'
+        '{"prompt": [{"role": "user", "content": "hello"}], "answer": "2", "chat_template_kwargs": {"tone": "?"}}\n'
+    )
+    config = side_config(
+        tmp_path,
+        tiny_model,
+        data={"train": {"type": "jsonl", "path": str(data)}},
+        model={
+            "chat_template": str(template),
+            "chat_template_kwargs": {"tone": "!"},
+            "end_of_turn_tokens": ["<|endoftext|>"],
+        },
+    )
+    tokenizer = load_renderer(config).tokenizer
+    with local_server(odd_or_even) as server, open_side(config, server) as side:
+        side.source.start()
+        server.wait_for(lambda: len(server.requests) == 4, "the requests of a step")
+    assert {tokenizer.decode(request["token_ids"]) for request in server.requests} == {
+        "user!hello<|im_start|>",
+        "user?hello<|im_start|>",
+    }
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert all(sorted(request["stop_token_ids"]) == sorted(ends) for request in server.requests)

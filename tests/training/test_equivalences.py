@@ -145,3 +145,18 @@ def test_a_rank_without_samples_and_groups_that_are_not_stored_do_no_harm(
         }
     kept = {"statistics": {key: rows for key, rows in every["statistics"].items() if key.startswith("g0")}}
     _assert_same_statistics(alone, kept)
+
+
+def test_the_masks_and_weights_of_these_runs_act(plain: dict[str, Any]) -> None:
+    """Otherwise the equalities above would say little."""
+    for name, values in LOSSES.items():
+        first = plain[name]["metrics"]
+        if values["off_policy_mask"] is not None:
+            assert 0.0 < first["masked/off_policy"] < 1.0
+        assert first["kl"] > 0.0
+        if values["correction"]["action"] == "mask":
+            assert 0.0 < first["masked/correction"] < 1.0
+        assert first["sampling/ess"] < 1.0
+        assert {flag for row in plain[name]["statistics"].values() for flag in row["flags"]} - {0.0}, name
+    weights = [plain[name]["weights"] for name in LOSSES]
+    assert all(one != other for index, one in enumerate(weights) for other in weights[:index])

@@ -183,9 +183,40 @@ def test_the_norm_of_bfloat16_gradients_is_not_rounded_to_8_bits_and_shows_what_
     assert math.isnan(square_norm(parameters, CPU).item())
 
 
-def test_the_loss_scale_is_doubled_after_2000_finite_steps() -> None:
-    scale, found = LossScale({"loss_scale": 4, "loss_scale_steps": 1998}), []
-    for _ in range(3):
-        scale.update([True])
-        found.append(scale.value)
-    assert found == [4, 8, 8]
+def test_a_step_without_any_finite_update_changes_nothing_and_says_so(tiny_model: Path) -> None:
+    samples = random_samples(4)
+    policy, optimizer = build_tiny(tiny_model)
+    before = _weights(policy)
+    result = step_alone(policy, optimizer, [_pack(_poisoned(samples))], loss_section())
+    assert _same(before, _weights(policy))
+    assert (result.is_finite, result.num_tokens, result.updates) == (False, 0, (False,))
+    assert step_alone(policy, optimizer, [_pack(samples)], loss_section()).is_finite
+
+
+def _scales_of_torch(steps: list[bool]) -> list[float]:
+    """Of its GradScaler after each step, finite or not."""
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    found = []
+    for is_finite in steps:
+        parameter.grad = torch.full((1,), 1.0 if is_finite else torch.inf)
+        scaler.unscale_(optimizer)
+        scaler.update()
+        found.append(scaler.get_scale())
+    return found
+
+
+def test_the_loss_scale_follows_torchs_rule_and_goes_on_from_a_checkpoint() -> None:
+    steps = [True, False, False, *[True] * 2001, False, True]
+    scale, found = LossScale({}), []
+    for number, is_finite in enumerate(steps):
+        scale.update([True, is_finite])
+        found.append(float(scale.value))
+        if number == 1000:
+            scale = LossScale(scale.counters)
+    assert found == _scales_of_torch(steps)
+    for _ in range(40):
+        scale.update([False])
+    assert scale.value == 1
