@@ -20,6 +20,7 @@
 
 var Charts = (() => {
   const COLORS = 8; // of series; more cannot be told apart
+  const ON_PAPER = { width: 330, height: 150 }; // about two in a row
   const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
   const alive = new Set(); // what has redraw(), for when the theme changes
   let colors = new Map();
@@ -53,6 +54,8 @@ var Charts = (() => {
     for (const query of ["(prefers-color-scheme: dark)", "(forced-colors: active)", "print"]) {
       window.matchMedia(query).addEventListener("change", redrawAll);
     }
+    window.addEventListener("beforeprint", () => alive.forEach((chart) => chart.plot?.setSize(ON_PAPER)));
+    window.addEventListener("afterprint", () => alive.forEach((chart) => chart.resize()));
   }
 
   // -- numbers
@@ -111,11 +114,12 @@ var Charts = (() => {
 
   /** A piece of the line, for the legend; its style follows the theme by itself. */
   function swatch(index, dash) {
-    const element = make("span", "chart-swatch");
-    const [on, off] = DASHES[dash % DASHES.length];
-    const style = { "--line": `var(${seriesName(index)})`, ...(on ? { "--dash": `${Math.min(on, 5)}px`, "--gap": `${off}px` } : {}) };
-    Object.entries(style).forEach(([name, value]) => element.style.setProperty(name, value));
-    return element;
+    const [svg, line] = ["svg", "line"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
+    svg.setAttribute("class", "chart-swatch");
+    Object.entries({ x2: "100%", "stroke-dasharray": DASHES[dash % DASHES.length].join(" ") }).forEach((each) => line.setAttribute(...each));
+    line.style.setProperty("stroke", `var(${seriesName(index)})`);
+    svg.append(line);
+    return svg;
   }
 
   // -- data: every series on one x

@@ -195,6 +195,10 @@ def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Br
         page = watched.page
         assert page.get_attribute(".verdict", "data-verdict") == "zero-variance"
         page.wait_for_selector(".overview .uplot")
+        page.emulate_media(media="print")  # the paper is narrower than the window
+        narrow = "each => (each.style.width = '200px', each.querySelector('canvas').getBoundingClientRect().width)"
+        assert page.locator(".chart-plot").first.evaluate(narrow) == 200
+        page.emulate_media(media="screen")
         page.click(".findings >> text=See the rollouts >> nth=0")
         page.wait_for_function("() => location.hash.includes('group_std')")
         page.keyboard.press("h")
