@@ -56,7 +56,7 @@ export function explorerView(kind) {
         fill(place, q ? empty("Nothing matches.", all) : empty("No rollouts yet.", soon));
         return;
       }
-      const columns = columnsOf(kind, first).filter(({ from }) => window.innerWidth >= (from || 0));
+      const columns = columnsOf(kind, first);
       const body = h("tbody", {}, first.map((row) => rowOf(row, columns)));
       const more = button("Show more", async () => {
         body.append(...(await ask(body.rows.length)).rows.map((row) => rowOf(row, columns)));
@@ -67,21 +67,23 @@ export function explorerView(kind) {
       fill(place, h("div", { class: "scroll-x" }, h("table", { class: "plain rows", "aria-label": title }, head, body)), more);
     }
 
-    function header({ label, title: help, sort: by, numeric, grows }) {
+    const classOf = ({ numeric, grows, from = 0 }) => `from-${from} ${numeric ? "numeric" : grows ? "cut" : ""}`;
+
+    function header(column) {
+      const { label, title: help, sort: by } = column;
       const isDown = sort === `-${by}`;
       const isUp = sort === by;
       const order = isDown ? "descending" : isUp ? "ascending" : null;
       const shown = `${label}${isDown ? " ↓" : isUp ? " ↑" : ""}`;
       const click = () => leaveTo({ sort: isDown ? by : `-${by}` });
       const inner = by && !report ? button(shown, click, { title: help }) : h("span", { title: help }, shown);
-      return h("th", { scope: "col", "aria-sort": order, class: numeric ? "numeric" : grows ? "cut" : null }, inner);
+      return h("th", { scope: "col", "aria-sort": order, class: classOf(column) }, inner);
     }
 
     function rowOf(row, columns) {
       const { seq, group_id: group, rollout_id: id } = row;
       const href = kind === "groups" ? address("group", { run, id: group, seq }) : address("rollout", { run, id, seq });
-      const cell = ({ cell: content, link, numeric, grows }) =>
-        h("td", { class: numeric ? "numeric" : grows ? "cut" : null }, link ? h("a", { href }, content(row)) : content(row));
+      const cell = (column) => h("td", { class: classOf(column) }, column.link ? h("a", { href }, column.cell(row)) : column.cell(row));
       const click = ({ target }) => {
         if (!target.closest("a") && !String(getSelection())) {
           location.hash = href;
