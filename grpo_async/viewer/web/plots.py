@@ -136,6 +136,7 @@ def draw(plot: Plot, runs: Mapping[str, RunHistory]) -> dict[str, Any] | None:
             if drawn_line is None:
                 continue
             if len(runs) > 1:
+                drawn_line.pop("band", None)  # of several runs they would hide each other
                 drawn_line["label"] = label if len(lines) == 1 else f"{label}: {line.label}"
             drawn_line["color"] = (run_index if len(runs) > 1 else number) % MAX_SERIES + 1
             drawn_line["dash"] = number % 4 if len(runs) > 1 else (2 if line.single_run else number // MAX_SERIES)
@@ -147,7 +148,8 @@ def draw(plot: Plot, runs: Mapping[str, RunHistory]) -> dict[str, Any] | None:
         return None
     options = {
         "title": visible(plot.title),
-        "unit": plot.unit + (f"; {len(left_out)} more are not drawn" if left_out else ""),
+        "unit": (plot.unit.partition(", band")[0] if len(runs) > 1 else plot.unit)
+        + (f"; {len(left_out)} more are not drawn" if left_out else ""),
         "format": plot.format,
         "include": list(plot.include),
         "log": plot.log,

@@ -21,10 +21,10 @@ def _rows(name: str, *values: float | None) -> list[dict[str, float]]:
     ]
 
 
-def _draw(name: str, run: RunHistory) -> list[dict[str, Any]]:
+def _draw(name: str, *runs: RunHistory) -> list[dict[str, Any]]:
     """The curves of a plot."""
     plot = next(plot for chapter in CHAPTERS.values() for plot in chapter if plot.name == name)
-    (drawing,) = draw_all([plot], {"a": run})
+    (drawing,) = draw_all([plot], dict(zip("ab", runs, strict=False)))
     return drawing["options"]["series"]
 
 
@@ -60,6 +60,8 @@ def test_a_reward_has_a_band_of_its_quantiles_and_a_held_out_one_of_its_standard
     assert series[0]["band"] == [[0.125], [0.75]]
     evaluation = EvaluationRecord(step=5, metrics={"reward": 0.5, "reward_stderr": 0.125})
     assert _draw("held-out", RunHistory(evaluations=[evaluation]))[0]["band"] == [[0.375], [0.625]]
+    several = _draw("reward", *[RunHistory(metrics=rows)] * 2)
+    assert not any("band" in each for each in several), "they would hide each other"
 
 
 def test_what_may_be_secret_is_not_shown() -> None:
