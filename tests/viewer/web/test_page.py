@@ -101,6 +101,7 @@ def test_a_token_shows_all_its_values_on_hover_and_by_keyboard(browser: Browser,
         page.locator("[data-token='0']").hover()
         values = dict(zip(*(page.locator(f".tip {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
         assert [values[name] for name in ("id", "policy version", "advantage", "flags")] == ["5", "1", "0.5000", "none"]
+        assert values["position"] == "1 of 3"
         assert (values["sampler logprob"], values["trainer logprob"]) == ("−0.2500", "−1")
         assert values["sampler probability"] == "0.7788"  # e^-0.25
         assert values["log ratio, trainer − sampler"] == "−0.7500"

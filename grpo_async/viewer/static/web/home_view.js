@@ -112,8 +112,8 @@ function drawCard(element, found, box, age) {
       h(
         "div",
         { class: "numeric" },
-        h("div", {}, hint("reward "), values.length ? `${number(values[0], 2)} → ${number(values.at(-1), 2)}` : "–"),
-        held ? h("div", {}, hint("held out "), `${number(held[0], 2)} → ${number(held[1], 2)}`) : null,
+        h("div", {}, hint("reward "), values.length ? `${number(values[0])} → ${number(values.at(-1))}` : "–"),
+        held ? h("div", {}, hint("held out "), `${number(held[0])} → ${number(held[1])}`) : null,
       ),
     ),
     h("footer", { class: "row small" }, links, spacer(), hint(found.outcome)),

@@ -109,7 +109,7 @@ export class Tokens {
     const name = data.texts ? JSON.stringify(data.texts[index]) : `token ${data.completion_ids[index]}`;
     const rows = {
       id: String(data.completion_ids[index]),
-      position: `${index} of ${data.completion_ids.length}`,
+      position: `${index + 1} of ${data.completion_ids.length}`,
       "sampled by policy": isSampled ? "yes" : "no: template, tool or environment",
     };
     if (isSampled) {
