@@ -341,7 +341,7 @@ var Charts = (() => {
 
     fillLegend() {
       this.legend.replaceChildren(this.at);
-      this.outputs = this.series.map(({ label, color, dash }, index) => {
+      this.outputs = this.series.map(({ label, color, dash, band }, index) => {
         const button = make("button", "");
         button.type = "button";
         button.setAttribute("aria-pressed", String(!this.hidden.has(label)));
@@ -350,7 +350,7 @@ var Charts = (() => {
           button.setAttribute("aria-pressed", String(isShown));
           this.toggle(index, isShown);
         });
-        const output = make("output", "");
+        const output = make("output", band ? "with-band" : "");
         button.append(swatch(color, dash), make("span", "", label), output);
         const item = make("li", "");
         item.append(button);
@@ -366,11 +366,11 @@ var Charts = (() => {
 
     showValues(index) {
       const isOver = isNumber(index);
-      this.at.textContent = isOver ? `step ${number(this.xs[index])}` : "";
-      this.at.hidden = !isOver;
+      this.at.textContent = isOver ? `step ${number(this.xs[index])}` : "last";
       this.series.forEach((each, place) => {
-        const value = isOver ? each.values[index] : each.values.findLast(isNumber);
-        const [low, high] = isOver && each.band ? each.band.map((side) => side[index]) : [];
+        const at = isOver ? index : each.values.findLastIndex(isNumber);
+        const value = each.values[at];
+        const [low, high] = each.band ? each.band.map((side) => side[at]) : [];
         const range = isNumber(low) && isNumber(high) ? ` (${this.format(low)} to ${this.format(high)})` : "";
         this.outputs[place].textContent = isNumber(value) ? this.format(value) + range : "–";
       });
