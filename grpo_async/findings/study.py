@@ -150,6 +150,7 @@ class Study:
             rows.append(
                 [
                     *setting.labels,
+                    {True: "yes", False: "no", None: "?"}[self.is_safe(setting)],
                     f"{ended} of {len(self.plan.seeds)}"
                     + (f", {len(setting.errors)} failed" if setting.errors else ""),
                     f"{setting.mean:.3f}" if rewards else "",
@@ -157,10 +158,9 @@ class Study:
                     f"{min(rewards):.3f}" if rewards else "",
                     "" if setting.staleness is None else f"{setting.staleness:.1f}",
                     "" if setting.seconds is None else duration(round(setting.seconds)),
-                    {True: "yes", False: "no", None: "?"}[self.is_safe(setting)],
                 ]
             )
-        return [*self.plan.axes, "runs", "held out", "95%", "lowest", "mean staleness", "time", "safe"], rows
+        return [*self.plan.axes, "safe", "runs", "held out", "95%", "lowest", "mean staleness", "time"], rows
 
     def advice(self) -> str:
         """One sentence: which setting to use."""
