@@ -8,7 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_async.config.diff import differences, flat
+from grpo_async.config.diff import MISSING, Difference, differences, flat
+from grpo_async.config.loader import read_values
+from grpo_async.config.public import shown_config
 from grpo_async.errors import RunError
 from grpo_async.findings import RunHistory, Severity, find
 from grpo_async.findings.study import Study
@@ -26,7 +28,7 @@ from grpo_async.utils.run_state import (
     STOPPED,
     UNFINISHED,
 )
-from grpo_async.utils.text import count, duration, format_number
+from grpo_async.utils.text import clipped, count, duration, format_number
 from grpo_async.viewer.facts import facts_of, trained_s
 from grpo_async.viewer.runs import modified_at
 from grpo_async.viewer.web.plots import CHAPTERS, Line, Plot, curve, draw, draw_all
@@ -60,6 +62,7 @@ def card(source: Source) -> dict[str, Any]:
             "text": "\n".join(diagnosis.lines),
         },
         "curve": curve(run.metrics, "reward", max_points=_CARD_POINTS),
+        "changes": _changes(source, run),
         "held_out": [results[0].metrics["reward"], results[-1].metrics["reward"]] if len(results) > 1 else None,
         "num_evaluations": len(source.run.evaluation_steps()),
         "metrics": len(run.metrics),
@@ -160,25 +163,53 @@ def _values(metrics: Mapping[str, float], names: Sequence[str]) -> list[str]:
 
 
 def _replay_tables(run: RunDir, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Of each comparison that `grpo-async replay` made."""
-    for path in sorted(run.replays.glob("step_*.json"), key=lambda path: path.stat().st_mtime):
-        if found := read_object(path, problems):
-            yield from replay_tables(found)
+    """Of each comparison that `grpo-async replay` made, the newest first; one that was repeated is there once."""
+    shown: list[dict[str, Any]] = []  # what their metrics came to
+    for path in sorted(run.replays.glob("step_*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        if (found := read_object(path, problems)) and (tables := list(replay_tables(found)))[0] not in shown:
+            shown.append(tables[0])
+            yield from tables
 
 
 def replay_tables(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of what `grpo-async replay --json` prints: the metrics side by side, and the tokens that differ most."""
-    caption = f"Replay of step {found['step']}: {'; '.join(found['changes']) or 'as it was'}"
+    """Of what `grpo-async replay --json` prints: the metrics that differ side by side, and the tokens that differ most
+    (`of_rollouts`: the first cell names a rollout). Captioned "Step 3 with loss.type: dapo → gspo", without the settings that
+    the other type lacks."""
+    changes = [each for each in found["changes"] if not each.endswith(f" -> {MISSING}")] or found["changes"]
+    what = f"with {'; '.join(each.replace(' -> ', ' → ') for each in changes)}" if changes else "as it was"
+    caption = f"Step {found['step']} {what}"
     columns = [numbers(found[name]) for name in ("recorded", "own", "other") if found[name] is not None]
     names = dict.fromkeys(name for column in columns[1:] for name in column)
     rows = [[name, *(_values(each, [name])[0] for each in columns)] for name in names]
+    if found["other"] is not None:
+        different = [row for row in rows if len(set(row[1:])) > 1]
+        same = len(rows) - len(different)
+        rows = [*different, *([[f"{count(same, 'more metric')}: the same in all columns", "", "", ""]] if same else [])]
     if found["cosine"] is not None:
         rows.append(["cosine of the angle between the gradients", "", "", f"{found['cosine']:.4f}"])
     yield {"caption": caption, "head": ["", "#recorded", "#replayed", "#with --set"][: len(columns) + 1], "rows": rows}
     if found["tokens"]:
-        rows = [[rollout, str(at), text, f"{a:+.2e}", f"{b:+.2e}"] for rollout, at, text, a, b in found["tokens"]]
+        rows = [
+            [rollout, str(at), text, *(f"{slope:+.2e}" if slope else "0" for slope in slopes)]
+            for rollout, at, text, *slopes in found["tokens"]
+        ]
         head = ["rollout", "#token", "text", "#slope as it was", "#with --set"]
-        yield {"caption": f"{caption}: the tokens that differ most", "head": head, "rows": rows}
+        yield {"caption": f"{caption}: the tokens that differ most", "head": head, "rows": rows, "of_rollouts": True}
+
+
+# -- a fork
+
+
+def _changes(source: Source, run: RunHistory) -> str | None:
+    """What a fork changed, "loss.type dapo → gspo"; None: it is none, or its parent is not beside it."""
+    parent = Path(str(read_object(source.run.fork, []).get("parent", ""))).name
+    config = read_values(RunDir(source.run.root.with_name(parent)).config, []) if parent else {}
+    if not config:
+        return None
+    different = _different([shown_config(config), run.config])
+    changes = [each for each in different if each.values[-1] != MISSING] or different
+    said = [f"{each.path} {' → '.join(clipped(value, 80) for value in each.values)}" for each in changes]
+    return ", ".join(said) or "the same settings"
 
 
 # -- the top of its page
@@ -243,10 +274,14 @@ def _plain(name: str) -> Plot:
 def settings(sources: Sequence[Source]) -> dict[str, Any]:
     """What may be shown of the first run's configuration, and in what those of the others differ from it."""
     configs = [source.run_and_verdict()[0].config for source in sources]
-    different = [each for each in differences(configs) if each.path not in ("run.name", "run.dir")]  # these always do
     return {
         "settings": list(flat(configs[0]).items()),
         "runs": [source.name for source in sources],
-        "different": [[each.path, *each.values] for each in different],
+        "different": [[each.path, *each.values] for each in _different(configs)],
         "path": str(sources[0].run.config),
     }
+
+
+def _different(configs: Sequence[Mapping[str, Any]]) -> list[Difference]:
+    """Without those settings in which any two runs differ."""
+    return [each for each in differences(configs) if each.path not in ("run.name", "run.dir")]

@@ -177,8 +177,9 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inspector]:
 def test_a_study_is_a_table_above_its_runs_and_forks_are_a_family(browser: Browser, tmp_path: Path) -> None:
     settings: list[tuple[list[str], list[str]]] = [(["small"], []), (["large"], [])]
     plan = StudyPlan(config="c.yaml", base={}, axes=["lr"], settings=settings, own=None, seeds=[0], tolerance=0.05)
-    for name in ("small_seed-0", "large_seed-0"):
-        write_run(tmp_path, name, metrics=steps(20))
+    write_run(tmp_path, "small_seed-0", metrics=steps(20))
+    held_out = [evaluation(0, 0.125), evaluation(20, 0.875)]
+    write_run(tmp_path, "large_seed-0", metrics=steps(20), evaluations=held_out, config={"loss": {"type": "cispo"}})
     folder = tmp_path / "runs"
     (folder / STUDY_FILE).write_text(plan.model_dump_json())
     RunDir(folder / "large_seed-0").fork.write_text(json.dumps({"parent": str(folder / "small_seed-0"), "step": 10}))
@@ -188,7 +189,10 @@ def test_a_study_is_a_table_above_its_runs_and_forks_are_a_family(browser: Brows
         assert page.locator("article").count() == 2
         go(page, "#/run?run=large_seed-0")
         family = page.locator("ul[aria-label=Family]")
-        assert family.inner_text().split("\n") == ["small_seed-0", "large_seed-0 from step 10"]
+        family.locator("text=loss.type dapo → cispo").wait_for()
+        parent, fork = family.inner_text().split("\n")
+        assert (parent, fork.split(", ")[-1]) == ("small_seed-0", "held out 0.875")
+        assert fork.startswith("large_seed-0, from step 10: loss.type dapo → cispo")
 
 
 def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Browser, learned: Inspector) -> None:

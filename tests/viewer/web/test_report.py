@@ -60,6 +60,22 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
     assert {"reward", "held-out", "staleness-ages", "ledger"} <= drawn
 
 
+def test_a_replay_is_shown_once_with_what_differs(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(4))
+    run.replays.mkdir()
+    found = {
+        "step": 3, "changes": ["loss.type: dapo -> gspo", "loss.delta: null -> (not set)"], "cosine": None,
+        "recorded": {"loss": 0.5, "lr": 0.1}, "own": {"loss": 0.5, "lr": 0.1}, "other": {"loss": 0.25, "lr": 0.1},
+        "tokens": [["g1-r0", 7, "x", 0.0, -2e-3]],
+    }  # fmt: skip
+    for name in ("step_3.1.json", "step_3.2.json"):
+        (run.replays / name).write_text(json.dumps(found))
+    metrics, tokens = _answers(run)["run"]["tables"]
+    assert metrics["caption"] == "Step 3 with loss.type: dapo → gspo"
+    assert [row[0] for row in metrics["rows"]] == ["loss", "1 more metric: the same in all columns"]
+    assert tokens["rows"] == [["g1-r0", "7", "x", "0", "-2.00e-03"]]
+
+
 def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     run = write_run(tmp_path, metrics=steps(8), groups=[{"rewards": [0.0, 1.0]}], state=None)
     status = {"version": 1, "state": "running", "host": platform.node(), "pid": 2**22 + 1, "pid_started_at": 1.0}

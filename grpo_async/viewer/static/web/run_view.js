@@ -1,7 +1,7 @@
 /* One run as a whole: whether it learns and why not, its main curves. It follows a running run. */
 
 import { address, download, get, joined, report, reportAddress } from "./api.js";
-import { arrange, badge, button, h, heading, hint, link, oneLine, panel, part, spacer, statistics, table } from "./dom.js";
+import { arrange, badge, button, fill, h, heading, hint, link, number, oneLine, panel, part, spacer, statistics, table } from "./dom.js";
 import { Plots } from "./plots.js";
 
 export async function runView({ app, main, parameters, signal }) {
@@ -24,7 +24,12 @@ export async function runView({ app, main, parameters, signal }) {
     panel(statistics(numbers)),
     problems.length ? panel(h("h3", {}, "What is missing"), h("ul", {}, problems.map((each) => h("li", { class: "said" }, each)))) : null,
   ]);
-  const tables = part((all) => all.map(({ caption, head, rows }) => panel(h("h3", {}, caption), table(head, rows, { label: caption, isNamed: true }))));
+  const rollout = (id) => link(address("rollout", { run, id }), oneLine(id));
+  const tables = part((all) =>
+    all.map(({ caption, head, rows, of_rollouts: isLinked }) =>
+      panel(h("h3", {}, caption), table(head, isLinked ? rows.map(([id, ...rest]) => [rollout(id), ...rest]) : rows, { label: caption, isNamed: true })),
+    ),
+  );
   const relatives = part(() => family(app.runs, run));
   const made = h("p", { class: "hint said" }, report && `Made ${report.made}, from ${report.folder}.`);
   let found = null;
@@ -56,7 +61,8 @@ export async function runView({ app, main, parameters, signal }) {
   };
 }
 
-/** The runs that were forked from each other, as a tree; null for a run without relatives. */
+/** The runs that were forked from each other, as a tree with what each changed and came to: "with-cispo, from step 6: loss.type dapo →
+    cispo, held out 0.975"; null for a run without relatives. */
 function family(runs, run) {
   const known = new Map(runs.map((each) => [each.name, each]));
   const ancestors = [run];
@@ -69,12 +75,17 @@ function family(runs, run) {
     const children = runs.filter(({ name: child, fork }) => fork?.parent === name && !members.includes(child));
     const label = name === run ? h("strong", {}, oneLine(name)) : known.has(name) ? link(address("run", { run: name }), oneLine(name)) : oneLine(name);
     const below = children.map((child) => tree(child.name, child.fork.step));
-    return h("li", {}, label, step === undefined ? null : hint(` from step ${step}`), below.length ? h("ul", {}, below) : null);
+    const about = hint();
+    if (known.has(name) && (children.length || step !== undefined)) {
+      const told = ({ changes, held_out: held }) => [changes && `: ${changes}`, held && `, held out ${number(held[1])}`];
+      get(report ? "run" : "card", { run: name }).then((card) => fill(about, told(card)), () => {});
+    }
+    return h("li", {}, label, step === undefined ? null : hint(`, from step ${step}`), about, below.length ? h("ul", {}, below) : null);
   };
   const drawn = h("ul", { "aria-label": "Family" }, tree(ancestors.at(-1)));
   const others = members.filter((name) => name !== run && known.has(name));
-  const curves = others.length ? link(address("curves", { run, with: joined(others) }), "Curves of the family") : null;
-  return members.length > 1 ? panel(h("h3", {}, "Family"), drawn, curves) : null;
+  const links = [["curves", "Curves of the family"], ["config", "Settings that differ"]].map(([view, label]) => link(address(view, { run, with: joined(others) }), label));
+  return members.length > 1 ? panel(h("h3", {}, "Family"), drawn, others.length ? h("div", { class: "row" }, links) : null) : null;
 }
 
 function finding(each, run) {
