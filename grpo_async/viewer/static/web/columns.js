@@ -24,19 +24,10 @@ const GROUPS = [
   { label: "prompt", grows: true, cell: (row) => oneLine(row.prompt_preview, 300) },
   numeric("reward", "reward", (row) => number(row.reward_mean), { title: "mean reward of its rollouts" }),
   numeric("std", "std", (row) => number(row.reward_std), { title: "standard deviation of its rewards", from: 700 }),
-  numeric("max", "min – max", (row) => range(row.reward_min, row.reward_max), {
-    title: "lowest and highest reward; sorts by the highest",
-    from: 1100,
-  }),
-  numeric("size", "size", (row) => (row.num_matching < row.size ? `${row.num_matching} of ${row.size}` : String(row.size)), {
-    title: "rollouts of the group; of those, how many match",
-    from: 900,
-  }),
+  numeric("max", "min – max", (row) => range(row.reward_min, row.reward_max), { title: "lowest and highest reward; sorts by the highest", from: 1100 }),
+  numeric("size", "size", (row) => (row.num_matching < row.size ? `${row.num_matching} of ${row.size}` : String(row.size)), { title: "rollouts of the group; of those, how many match", from: 900 }),
   numeric("length", "length", (row) => number(row.num_tokens_mean, 1), { title: "mean of the tokens that the policy sampled", from: 480 }),
-  numeric("truncated", "truncated", (row) => (row.num_truncated ? percent(row.num_truncated / row.size) : "–"), {
-    title: "fraction of truncated rollouts",
-    from: 900,
-  }),
+  numeric("truncated", "truncated", (row) => (row.num_truncated ? percent(row.num_truncated / row.size) : "–"), { title: "fraction of truncated rollouts", from: 900 }),
   tools,
   numeric("staleness", "staleness", (row) => number(row.staleness), { title: STALENESS, from: 700 }),
   numeric("duration", "time", (row) => Charts.duration(row.total_duration_s), { title: "of its longest rollout", from: 1100 }),
@@ -49,11 +40,7 @@ function rolloutColumns(rewardNames) {
     { label: "rollout", link: true, sort: "id", cell: (row) => oneLine(row.rollout_id, 60) },
     status,
     { label: "prompt", grows: true, from: 700, cell: (row) => oneLine(row.prompt_preview, 300) },
-    {
-      label: "completion",
-      grows: true,
-      cell: (row) => (row.error ? `error: ${oneLine(row.error, 300)}` : oneLine(row.completion_preview, 300)),
-    },
+    { label: "completion", grows: true, cell: (row) => oneLine(row.error ? `error: ${row.error}` : row.completion_preview, 300) },
     numeric("reward", "reward", (row) => number(row.reward)),
     ...parts.map((name) => numeric(rewardPart(name), oneLine(name, 20), (row) => number(row.rewards[name]), { from: 1300 })),
     numeric("advantage", "advantage", (row) => signed(row.advantage, 2), { from: 700 }),
@@ -62,10 +49,7 @@ function rolloutColumns(rewardNames) {
     tools,
     numeric("staleness", "staleness", (row) => number(row.staleness), { title: STALENESS, from: 900 }),
     numeric("entropy", "entropy", (row) => number(row.entropy_mean), { title: "mean entropy of its tokens, nats", from: 1500 }),
-    numeric("ratio_max", "max. ratio", (row) => number(row.ratio_max, 2), {
-      title: "highest importance weight of a token",
-      from: 1500,
-    }),
+    numeric("ratio_max", "max. ratio", (row) => number(row.ratio_max, 2), { title: "highest importance weight of a token", from: 1500 }),
   ];
 }
 

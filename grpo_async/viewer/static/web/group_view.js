@@ -16,22 +16,13 @@ export async function groupView({ app, main, parameters, signal }) {
 
   const rolloutAddress = (each) => address("rollout", { run, id: each.rollout_id, seq: group.seq });
 
-  function draw() {
-    fill(cards, summaries.map(card));
-  }
-
   function card(each, index) {
     const rollout = byId.get(each.rollout_id);
     const level = each.advantage > 0 ? "good" : each.advantage < 0 ? "bad" : "";
     return h(
       "article",
       { class: `panel card${index === chosen ? " chosen" : ""}`, "aria-label": `rollout ${each.rollout_id}` },
-      h(
-        "header",
-        { class: "row" },
-        h("strong", {}, link(rolloutAddress(each), oneLine(each.rollout_id, 60))),
-        badge(each.status),
-      ),
+      h("header", { class: "row" }, h("strong", {}, link(rolloutAddress(each), oneLine(each.rollout_id, 60))), badge(each.status)),
       h(
         "div",
         { class: "row small" },
@@ -74,7 +65,7 @@ export async function groupView({ app, main, parameters, signal }) {
     h("h2", { class: "heading" }, plural(summaries.length, "rollout")),
     cards,
   );
-  draw();
+  fill(cards, summaries.map(card));
 
   const move = (by) => {
     chosen = Math.min(summaries.length - 1, Math.max(0, chosen + by)); // -1: it has no rollouts
