@@ -41,6 +41,16 @@ export function arrange(element, wanted) {
   }
 }
 
+/** Gives keys that move the focus: j and ArrowDown to the next of these links, k and ArrowUp to the previous one. */
+export function movers(place, selector) {
+  const move = (by) => () => {
+    const links = [...place.querySelectorAll(selector)];
+    const at = links.indexOf(document.activeElement);
+    links[Math.max(0, Math.min(links.length - 1, at + by))]?.focus();
+  };
+  return { j: move(1), k: move(-1), ArrowDown: move(1), ArrowUp: move(-1) };
+}
+
 /** A part of a page that is drawn again only when its data has changed: what is open, focused or selected in it stays. */
 export function part(draw, element = h("div", { class: "part" })) {
   let drawn = null;
@@ -243,8 +253,4 @@ export function compared(count) {
 /** What a view shows where there is nothing. */
 export function empty(title, ...more) {
   return h("div", { class: "empty" }, h("p", {}, h("strong", {}, title)), more.length ? h("p", {}, ...more) : null);
-}
-
-export function wrongQuery() {
-  return empty("The query cannot be read.", "The mistake is named above.");
 }

@@ -2,7 +2,7 @@
 
 import { address, get, go, report } from "./api.js";
 import { columnsOf } from "./columns.js";
-import { button, empty, fill, h, hiddenHeading, number, part, plural, wrongQuery } from "./dom.js";
+import { button, empty, fill, h, hiddenHeading, movers, number, part, plural } from "./dom.js";
 import { QueryBox } from "./query_box.js";
 
 const PAGE = 100;
@@ -39,13 +39,14 @@ export function explorerView(kind) {
           throw error;
         }
         box.show(error);
-        fill(place, wrongQuery());
+        fill(place, empty("This list cannot be shown.", button("Show everything", () => go(kind, { run }))));
         return;
       }
       until = answer.until;
       const { rollouts, groups } = answer.counts;
       const found = `${plural(rollouts, "rollout")} in ${plural(groups, "group")}`;
-      fill(counts, h("strong", {}, found), report ? `: ${number(answer.rows.length)} of the best and the worst` : "");
+      const which = report ? `${number(answer.rows.length)} of the best and the worst` : kind === "groups" && q ? "the groups with a matching rollout" : "";
+      fill(counts, h("strong", {}, found), which && `: ${which}`);
       draw(answer.rows, kind === "groups" ? groups : rollouts);
     }
 
@@ -65,6 +66,10 @@ export function explorerView(kind) {
       more.hidden = report || first.length >= total;
       const head = h("thead", {}, h("tr", {}, columns.map(header)));
       fill(place, h("div", { class: "scroll-x" }, h("table", { class: "plain rows", "aria-label": title }, head, body)), more);
+      if (app.sorts) {
+        app.sorts = false;
+        place.querySelector("[aria-sort] button")?.focus(); // it is another button than the one that was clicked
+      }
     }
 
     const classOf = ({ numeric, grows, from = 0 }) => `from-${from} ${numeric ? "numeric" : grows ? "cut" : ""}`;
@@ -75,7 +80,7 @@ export function explorerView(kind) {
       const isUp = sort === by;
       const order = isDown ? "descending" : isUp ? "ascending" : null;
       const shown = `${label}${isDown ? " ↓" : isUp ? " ↑" : ""}`;
-      const click = () => leaveTo({ sort: isDown ? by : `-${by}` });
+      const click = () => ((app.sorts = true), leaveTo({ sort: isDown ? by : `-${by}` }));
       const inner = by && !report ? button(shown, click, { title: help }) : h("span", { title: help }, shown);
       return h("th", { scope: "col", "aria-sort": order, class: classOf(column) }, inner);
     }
@@ -92,11 +97,6 @@ export function explorerView(kind) {
       return h("tr", { on: { click } }, columns.map(cell));
     }
 
-    const move = (by) => () => {
-      const links = [...place.querySelectorAll("tbody a")];
-      const at = links.indexOf(document.activeElement);
-      links[Math.max(0, Math.min(links.length - 1, at + by))]?.focus();
-    };
     const showNewest = async () => {
       if (news.firstChild) {
         until = null;
@@ -107,7 +107,7 @@ export function explorerView(kind) {
     await start();
     return {
       title,
-      keys: { j: move(1), k: move(-1), ArrowDown: move(1), ArrowUp: move(-1), r: showNewest },
+      keys: { ...movers(place, "tbody a"), r: showNewest },
       /** New rows are announced, never pushed under the eyes of somebody who reads. */
       onStatus(found) {
         notes.show(found.notes);

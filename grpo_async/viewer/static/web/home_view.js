@@ -1,7 +1,7 @@
 /* All runs, the most recently updated first: which of them learn. Ticked runs can be compared. */
 
 import { address, get, joined } from "./api.js";
-import { arrange, badge, button, checkbox, empty, fill, h, heading, hint, link, number, oneLine, panel, part, plural, spacer, table } from "./dom.js";
+import { arrange, badge, button, checkbox, empty, fill, h, heading, hint, link, movers, number, oneLine, panel, part, plural, spacer, table } from "./dom.js";
 
 const EVERY_MS = 4000;
 const MAX_REQUESTS = 4; // at a time
@@ -87,7 +87,7 @@ export async function homeView({ app, main, signal }) {
     timer = setTimeout(() => (document.hidden ? null : refresh().catch(() => {}), again()), EVERY_MS);
   };
   again();
-  return { title: "Runs", leave: () => clearTimeout(timer) };
+  return { title: "Runs", keys: movers(list, "h2 a"), leave: () => clearTimeout(timer) };
 }
 
 function drawCard(element, found, box, age) {

@@ -83,6 +83,9 @@ function onKey(event) {
   const { target } = event;
   const isWriting = target.isContentEditable || ["INPUT", "TEXTAREA", "SELECT"].includes(target.tagName);
   if (event.ctrlKey || event.altKey || event.metaKey || event.defaultPrevented || isWriting) {
+    if (event.key === "Escape" && isWriting && !(target.type === "search" && target.value)) {
+      target.blur(); // the browser empties a search box first
+    }
     return;
   }
   const act = (view && view.keys && view.keys[event.key]) || keys[event.key];
@@ -184,9 +187,12 @@ function focusQuery() {
   }
 }
 
-/** From a rollout to its group, from a group to the list that one came from. */
+/** From a rollout to its group, from a group to the list that one came from; above all runs is nothing. */
 function up() {
   const { view: name } = current();
+  if (name === DEFAULT_VIEW) {
+    return;
+  }
   const before = name in TABS || !app.list ? firstPage() : app.list;
   const above = view?.up?.() ?? before;
   location.hash = isThere(above) ? above : before;
@@ -203,7 +209,8 @@ function showError(error) {
   const message = error instanceof ApiError ? error.message : `an error in this page: ${error.message}`;
   const title = error.status === 404 ? "Not found" : "Something went wrong";
   const again = report ? null : button("Try again", () => (poll ? show() : location.reload()));
-  fill(main, h("div", { role: "alert" }, empty(title, h("span", { class: "said" }, message), h("br"), again)));
+  const onward = [400, 404].includes(error.status) ? link(firstPage(), report ? "Overview" : "All runs") : again;
+  fill(main, h("div", { role: "alert" }, empty(title, h("span", { class: "said" }, message), h("br"), onward)));
 }
 
 function askForToken() {

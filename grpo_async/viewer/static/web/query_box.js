@@ -15,7 +15,6 @@ export class QueryBox {
       autocapitalize: "off",
       spellcheck: "false",
       "aria-describedby": "query-problem",
-      on: { keydown: (event) => event.key === "Escape" && this.input.blur() },
     });
     this.problem = h("div", { id: "query-problem", class: "bad", role: "alert" });
     const enter = h("button", { type: "submit", class: "primary" }, "Filter");
