@@ -125,9 +125,15 @@ def test_every_column_can_be_asked_for_and_sorted_by(table: RolloutTable, name: 
     [
         "1) union select 1 from rollouts where (true",
         "true) or (true",
+        "true); drop table unsealed; --",
         "true; drop table unsealed",
         "copy unsealed to '/tmp/x'",
+        "attach '/tmp/x.db'",
+        "install httpfs",
+        "pragma database_list",
+        "set threads = 1",
         "(" * 1999,
+        "no_variable_of_python.x > 1",
         "exists (from EVERY)",
         "a" * 100_000,
         "id = '\ud83d'",
@@ -146,8 +152,13 @@ def test_a_query_is_one_condition_over_rollouts(table: RolloutTable, text: str) 
         "from read_text('{}')",
         "from read_blob('/proc/self/environ')",
         "from read_csv('{}')",
+        "from read_json('{}')",
+        "from read_parquet('{}')",
         "from parquet_metadata('{}')",
+        "from sniff_csv('{}')",
+        "from glob('{}')",
         "from glob('/etc/*')",
+        "from read_text('/etc/*')",
         "from read_text('{}/../{}')",
         "from '{}'",
         "from read_csv('http://127.0.0.1:1/x')",
@@ -173,10 +184,13 @@ def test_a_query_changes_no_setting_reads_no_secret_and_writes_nothing(table: Ro
     with table.cursor() as cursor:
         for statement in (
             "SET enable_external_access = true",
+            "SET memory_limit = '1TB'",
             "RESET lock_configuration",
             "COPY (SELECT 1) TO '/tmp/grpo-async-query.csv'",
             "ATTACH '/tmp/grpo-async-query.db'",
+            "EXPORT DATABASE '/tmp/grpo-async-query'",
             "INSTALL httpfs",
+            "LOAD httpfs",
             "CREATE PERSISTENT SECRET s (TYPE http)",
         ):
             with pytest.raises(duckdb.Error):
