@@ -106,6 +106,10 @@ class InThread(View):
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         self._events.put((event, fields))
 
+    def drain(self) -> None:
+        """Wait, after the context, until everything has been passed on, however long nobody reads."""
+        self._thread.join()
+
     def _pass_on(self) -> None:
         while (item := self._events.get()) is not None:  # leaving the context ends it; a daemon thread
             self.view.show(*item)

@@ -45,6 +45,7 @@ class Output:
         self._errors = Console(highlight=False, file=stderr)
         self._events = JsonView(stdout)
         self._progress: Progress | None = None
+        self._in_thread: InThread | None = None
 
     def say(self, text: str) -> None:
         """One or more lines that --quiet leaves out."""
@@ -98,9 +99,9 @@ class Output:
         console, is_quiet = self.console, self.mode is OutputMode.QUIET
         view: View
         if self.mode is OutputMode.JSON:
-            view = InThread(self._events)
+            view = self._in_thread = InThread(self._events)
         elif is_quiet or lines_only or not console.is_terminal or console.is_dumb_terminal:
-            view = InThread(LineView(console, progress, quiet=is_quiet))
+            view = self._in_thread = InThread(LineView(console, progress, quiet=is_quiet))
         else:
             view = LiveView(console, progress)
         return Display(progress, [view])
@@ -114,6 +115,8 @@ class Output:
         show: Callable[[Console], None] | None = None,
     ) -> None:
         """The run is over. `show` prints its summary for people, where there is one."""
+        if self._in_thread is not None:
+            self._in_thread.drain()
         if self.mode is OutputMode.JSON:
             if error is not None:
                 self._events.show("error", {"error": error, "exit_code": exit_code})

@@ -7,14 +7,14 @@ import json
 import os
 import re
 import sys
-from itertools import islice
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from grpo_async.display import display as display_module
 from grpo_async.display.display import Display, JsonView, LineView, LiveView
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Progress
@@ -88,20 +88,26 @@ def test_no_text_of_others_moves_the_cursor() -> None:
 def test_a_run_does_not_wait_for_a_pipe_that_nobody_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: OutputMode
 ) -> None:
-    """As `| less` or Ctrl-S; what was said meanwhile comes later, in order."""
+    """As `| less` or Ctrl-S; what was said meanwhile comes later, in order, and the end last."""
+    monkeypatch.setattr(display_module, "_END_TIMEOUT_S", 0.01)
+    is_over = Event()
+
+    def run() -> None:
+        with output.display(run_name="x", max_steps=1, run_dir=RunDir(tmp_path)) as display:
+            for number in range(5000):  # more than a pipe holds
+                display.note(f"note {number} of a run that tells much")
+        is_over.set()
+        output.end(exit_code=0, error=None, summary={}, show=lambda console: console.print("the end", 5000))
+        pipe.close()
+
     reader, writer = os.pipe()
     with open(reader) as lines, open(writer, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        with Output(mode).display(run_name="x", max_steps=1, run_dir=RunDir(tmp_path)) as display:
-            telling = Thread(
-                target=lambda: [display.note(f"note {n} of a run that tells much") for n in range(5000)], daemon=True
-            )
-            telling.start()  # more than a pipe holds
-            telling.join(30.0)
-            has_waited = telling.is_alive()
-            told = [line for line in islice(lines, 5000 + (mode is OutputMode.FULL)) if "note " in line]
-    assert not has_waited
-    assert re.findall(r"note (\d+)", "".join(told)) == [*map(str, range(5000))]
+        output = Output(mode)
+        Thread(target=run, daemon=True).start()
+        assert is_over.wait(30.0)
+        told = re.findall(r"note (\d+)|(end)", lines.read())
+    assert [number or end for number, end in told] == [*map(str, range(5000)), "end"]
 
 
 def test_a_quiet_run_tells_of_warnings_only() -> None:
