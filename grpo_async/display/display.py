@@ -108,7 +108,8 @@ class InThread(View):
 
     def drain(self) -> None:
         """Wait, after the context, until everything has been passed on, however long nobody reads."""
-        self._thread.join()
+        while self._thread.is_alive():  # as printing itself would wait
+            self._thread.join(_END_TIMEOUT_S)
 
     def _pass_on(self) -> None:
         while (item := self._events.get()) is not None:  # leaving the context ends it; a daemon thread
