@@ -43,6 +43,9 @@ class View(AbstractContextManager[Any]):
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         """An event and its fields. `Progress` has it already."""
 
+    def tick(self) -> None:
+        """Called after each event, and every second without one (InThread)."""
+
 
 class Display:
     """What the supervisor tells, as it happens. Open while used as a context manager. Any thread
@@ -112,8 +115,16 @@ class InThread(View):
             self._thread.join(_END_TIMEOUT_S)
 
     def _pass_on(self) -> None:
-        while (item := self._events.get()) is not None:  # leaving the context ends it; a daemon thread
-            self.view.show(*item)
+        while True:  # leaving the context ends it; a daemon thread
+            try:
+                item = self._events.get(timeout=_INTERVAL_S)
+            except queue.Empty:
+                pass
+            else:
+                if item is None:
+                    return
+                self.view.show(*item)
+            self.view.tick()
 
 
 class _Periodic(View):
@@ -174,12 +185,12 @@ class StatusFile(_Periodic):
             write_atomically(self._progress.run_dir.status, text)
 
 
-class LineView(_Periodic):
+class LineView(View):
     """One line for each event, for pipes, files and CI; after a silence, one that says what the
     run is doing. `quiet`: only warnings, and checks that did not pass."""
 
     def __init__(self, console: Console, progress: Progress, *, quiet: bool = False) -> None:
-        super().__init__(progress)
+        self._progress = progress
         self._console = console
         self._quiet = quiet
         self._said_at = time.monotonic()
@@ -187,10 +198,9 @@ class LineView(_Periodic):
         self._phase = ""
 
     def __enter__(self) -> Self:
-        if self._quiet:
-            return self
-        print_line(self._console, f"logs: {self._progress.run_dir.latest_logs}")
-        return super().__enter__()
+        if not self._quiet:
+            print_line(self._console, f"logs: {self._progress.run_dir.latest_logs}")
+        return self
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         lines = self._lines(event, fields)
@@ -230,9 +240,11 @@ class LineView(_Periodic):
                 return [f"{name}: {fields[key]}" for name, key in _DIAGNOSIS if fields[key]]
         return []
 
-    def _act(self) -> None:
+    def tick(self) -> None:
         """Break a silence."""
-        if time.monotonic() - self._said_at >= max(self._silence_s, 2.0 * (self._progress.step_s or 0.0)):
+        if not self._quiet and time.monotonic() - self._said_at >= max(
+            self._silence_s, 2.0 * (self._progress.step_s or 0.0)
+        ):
             print_line(self._console, self._progress.now())
             self._said_at = time.monotonic()
             self._silence_s = min(2.0 * self._silence_s, _MAX_SILENCE_S)

@@ -153,9 +153,10 @@ class RolloutStore(Writer):
         """A run resumes from the checkpoint of `step`: what was written from its position on is not part of the run anymore.
         Nothing is removed: `store.json` tells readers. Call it before the first `append`."""
         with self._lock:
-            if self._open() == 0:
+            written = self._open()
+            if written == 0:
                 self._metadata.first_seq = seq
-            until = self._next_seq = max(self._open(), seq)
+            until = self._next_seq = max(written, seq)
             self._metadata.superseded.append({"step": step, "from_seq": seq, "until_seq": until})
             try:
                 write_metadata(self._folder, self._metadata)

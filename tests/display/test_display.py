@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from grpo_async.display import display as display_module
-from grpo_async.display.display import Display, JsonView, LineView, LiveView
+from grpo_async.display.display import Display, InThread, JsonView, LineView, LiveView
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Progress
 from grpo_async.display.summary import print_summary
@@ -24,6 +25,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.safe_text import plain
 from tests.display.support import METRICS
+from tests.support.waiting import eventually
 
 LITTLE = {"name": "memory", "status": "warn", "detail": "little\x1b[2J"}
 ENOUGH = {"name": "disk", "status": "pass", "detail": "enough"}
@@ -108,6 +110,29 @@ def test_a_run_does_not_wait_for_a_pipe_that_nobody_reads(
         assert is_over.wait(30.0)
         told = re.findall(r"note (\d+)|(end)", lines.read())
     assert [number or end for number, end in told] == [*map(str, range(5000)), "end"]
+
+
+def test_silence_is_broken_by_what_the_run_is_doing_and_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that starts (the last line of its log), then an evaluation with a slow reward."""
+    monkeypatch.setattr(display_module, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(display_module, "_SILENCE_S", 0.05)
+    console, progress = _console(width=200), _progress(run_dir=tmp_path)
+    logs = tmp_path / "logs" / "latest"
+    logs.mkdir(parents=True)
+    (logs / "server.log").write_text("loading\nCapturing CUDA graphs 40%\n")
+    with Display(progress, [InThread(LineView(console, progress))]) as display:
+        display.phase("waiting for the server")
+        progress._content["phase_since"] = time.time() - 150
+        assert eventually(
+            lambda: "waiting for the server (2:30); server.log: Capturing CUDA graphs 40%" in _text(console), 10.0
+        )
+        display.show("servers", servers=[{"index": 0, "state": "serving"}])
+        display.phase("evaluating")
+        display.phase("evaluating: 12 of 200 prompts")
+        assert eventually(lambda: "evaluating: 12 of 200 prompts (0 s)\n" in _text(console), 10.0)
+    assert _text(console).splitlines().count("evaluating") == 1, "how far it is makes no line of its own"
 
 
 def test_a_quiet_run_tells_of_warnings_only() -> None:

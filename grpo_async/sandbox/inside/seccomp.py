@@ -15,7 +15,7 @@ _EPERM, _ENOSYS, _EOPNOTSUPP = 1, 38, 95
 _LOAD, _EQUAL, _AT_LEAST, _RETURN, _AND = 0x20, 0x15, 0x35, 0x06, 0x54
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000
 _NUMBER_AT, _MACHINE_AT, _ARGUMENT_AT, _SECOND_AT = 0, 4, 16, 24
-_UNIX, _STREAM, _TYPE_MASK = 1, 1, 0xF
+_UNIX, _STREAM, _TYPE_MASK, _WHOLE = 1, 1, 0xF, 0xFFFFFFFF
 _X32 = 0x40000000  # on x86-64: bit of the numbers of the x32 ABI
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
@@ -110,19 +110,9 @@ def _program(machine: str) -> bytes:
         if number != "-":
             lines += [_line(_EQUAL, int(number), 0, 1), _line(_RETURN, _ALLOW)]
     # A pair of datagram sockets (SOCK_RAW makes them too) sends to every path and name of a Unix socket.
-    pair = [
-        _line(_LOAD, _ARGUMENT_AT),
-        _line(_EQUAL, _UNIX, 0, 4),
-        _line(_LOAD, _SECOND_AT),
-        _line(_AND, _TYPE_MASK),
-        _line(_EQUAL, _STREAM, 0, 1),
-        _line(_RETURN, _ALLOW),
-        _fail(_EPERM),
-    ]
-    lines += [_line(_EQUAL, _SOCKETPAIR[column], 0, len(pair)), *pair]
-    lines += _if_first_argument(_KILL[column], os.getpid())
-    lines += _if_first_argument(_TGKILL[column], os.getpid())
-    lines += _if_first_argument(_PRLIMIT[column], 0)  # 0 means the process itself
+    lines += _allow_if(_SOCKETPAIR[column], (_ARGUMENT_AT, _WHOLE, _UNIX), (_SECOND_AT, _TYPE_MASK, _STREAM))
+    for call, value in ((_KILL, os.getpid()), (_TGKILL, os.getpid()), (_PRLIMIT, 0)):  # 0: the process itself
+        lines += _allow_if(call[column], (_ARGUMENT_AT, _WHOLE, value))
     # The parent-death signal ends this process with its owner.
     forbidden = [
         _line(_LOAD, _ARGUMENT_AT),
@@ -136,9 +126,12 @@ def _program(machine: str) -> bytes:
     return b"".join(lines)
 
 
-def _if_first_argument(number: int, allowed: int) -> list[bytes]:
-    """Allow one system call if the low half of its first argument is this."""
-    inside = [_line(_LOAD, _ARGUMENT_AT), _line(_EQUAL, allowed, 0, 1), _line(_RETURN, _ALLOW), _fail(_EPERM)]
+def _allow_if(number: int, *conditions: tuple[int, int, int]) -> list[bytes]:
+    """Allow one system call if each argument has its value: (offset, mask of its low half, value)."""
+    inside = []
+    for left, (offset, mask, value) in zip(range(len(conditions) - 1, -1, -1), conditions, strict=True):
+        inside += [_line(_LOAD, offset), _line(_AND, mask), _line(_EQUAL, value, 0, 3 * left + 1)]
+    inside += [_line(_RETURN, _ALLOW), _fail(_EPERM)]
     return [_line(_EQUAL, number, 0, len(inside)), *inside]
 
 
