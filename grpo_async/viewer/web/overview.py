@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from grpo_async.findings import RunHistory, Severity, find
 from grpo_async.findings.study import Study
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.catalog import describe
-from grpo_async.utils.files import numbers, read_object
+from grpo_async.utils.files import file_stamp, numbers, read_object
 from grpo_async.utils.run_state import (
     EVALUATED,
     FAILED,
@@ -62,7 +63,7 @@ def card(source: Source) -> dict[str, Any]:
             "text": "\n".join(diagnosis.lines),
         },
         "curve": curve(run.metrics, "reward", max_points=_CARD_POINTS),
-        "changes": _changes(source, run),
+        "changes": _changes(source),
         "held_out": [results[0].metrics["reward"], results[-1].metrics["reward"]] if len(results) > 1 else None,
         "num_evaluations": len(source.run.evaluation_steps()),
         "metrics": len(run.metrics),
@@ -200,16 +201,26 @@ def replay_tables(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 # -- a fork
 
 
-def _changes(source: Source, run: RunHistory) -> str | None:
+def _changes(source: Source) -> str | None:
     """What a fork changed, "loss.type dapo → gspo"; None: it is none, or its parent is not beside it."""
     parent = Path(str(read_object(source.run.fork, []).get("parent", ""))).name
-    config = read_values(RunDir(source.run.root.with_name(parent)).config, []) if parent else {}
-    if not config:
+    if not parent:
         return None
-    different = _different([shown_config(config), run.config])
+    try:
+        theirs, own = (file_stamp(RunDir(root).config) for root in (source.run.root.with_name(parent), source.run.root))
+    except OSError:
+        return None
+    return None if theirs is None or own is None else _changes_between(theirs, own)
+
+
+@functools.lru_cache(maxsize=256)
+def _changes_between(*stamps: tuple[Path, int, int]) -> str | None:
+    """Of two configurations, as they were at these stamps: reading them takes 20 ms, and a page asks every few seconds."""
+    configs = [shown_config(read_values(file, [])) for file, *_ in stamps]
+    different = _different(configs)
     changes = [each for each in different if each.values[-1] != MISSING] or different
     said = [f"{each.path} {' → '.join(clipped(value, 80) for value in each.values)}" for each in changes]
-    return ", ".join(said) or "the same settings"
+    return (", ".join(said) or "the same settings") if configs[0] else None
 
 
 # -- the top of its page
