@@ -76,6 +76,8 @@ def test_files_that_are_not_there_and_cycles_are_named(tmp_path: Path) -> None:
     assert _problems(path) == ["b.yaml:1: extends: it closes a cycle: x.yaml -> b.yaml -> x.yaml"]
     (problem,) = _problems(_write(tmp_path, MINIMAL + "extends: bsae.yaml\n"))
     assert problem.startswith("x.yaml:5: extends: there is no file bsae.yaml")
+    (problem,) = _problems(_write(tmp_path, MINIMAL + "extends: xx.yaml\n"))
+    assert "did you mean 'x.yaml'" not in problem, "the file itself"
     (problem,) = _problems(tmp_path / "y.yaml")
     assert problem == "there is no file y.yaml; did you mean 'x.yaml'?"
 

@@ -137,7 +137,7 @@ def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None
         _fill(status)
         status.file.end("finished", exit_code=0, error=None)
     text = _table(run_dir)
-    for part in ("server 0", "serving", "http://h:1", " left", "elapsed", "last update"):
+    for part in ("server 0", "serving", "http://h:1", " left", "elapsed", "s/step", "last update"):
         assert part not in text, f"{part!r} is of a run that goes on:\n{text}"
     assert re.search(r"ended \d+ s ago", text)
     run_dir.summary.write_text(json.dumps({"wall_s": 75}))

@@ -68,7 +68,12 @@ def test_dropped_groups_are_counted_over_the_last_steps() -> None:
 
 def test_few_steps_and_missing_metrics_say_nothing_about_speed() -> None:
     config = {"rollout": {"max_staleness": 1}}
-    for rows in ([], steps(2, pipeline__trainer_idle_ratio=0.5), [{"step": float(step)} for step in range(30)]):
+    for rows in (
+        [],
+        steps(2, pipeline__trainer_idle_ratio=0.5),
+        steps(9, **BUSY | TURNS),
+        [{"step": float(step)} for step in range(30)],
+    ):
         assert [each for each in find(RunHistory(metrics=rows, config=config)) if each.plot == "idle"] == []
 
 

@@ -7,17 +7,23 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks._models import SHAPES
+from grpo_async.checks.memory import ModelSize
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
 from grpo_async.errors import ConfigError
 from grpo_async.launch.prepare import Start, check_start, clear_run_dir, lock
+from grpo_async.launch.start import launch
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.training.checkpoint_manifest import write_manifest
 from tests.launch.support import make_config
+from tests.support.configs import merged
+from tests.support.tiny_model import build_tiny_model
 
 
 def _old_run(config: ExperimentConfig, *, steps: tuple[int, ...] = ()) -> RunDir:
@@ -241,3 +247,72 @@ def test_a_token_is_private_and_one_that_a_killed_launcher_left_is_no_obstacle(t
         os.umask(before)
     assert target.read_text() == "untouched"
     assert not run_dir.token.exists()
+
+
+def test_a_dry_run_plans_for_gpus_that_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk of this machine is not asked for room."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    model = build_tiny_model(tmp_path / "tiny")
+    config = make_config(
+        tmp_path,
+        model={"path": str(model)},
+        inference={"engine": "vllm", "max_model_len": 128, "replicas": 6},
+        rollout={"max_completion_tokens": 64},
+        launch={"num_trainer_ranks": 2, "device": "auto"},
+    )
+    assert launch(config, dry_run=True, gpus=8) == 0
+    plan = capsys.readouterr().out
+    for text in (
+        "trainer: 2 processes",
+        "GPU 0,1\n",
+        "inference server 5: ",
+        "GPU 7\n",
+        "served in bfloat16",
+        "MiB: weights",
+    ):
+        assert text in plan, text
+    with pytest.raises(ConfigError, match=r"2 for the trainer's ranks .* and 6 for 6 servers"):
+        launch(config, dry_run=True, gpus=4)
+    shared = config.model_copy(update={"launch": config.launch.model_copy(update={"colocate": True})})
+    assert launch(shared, dry_run=True, gpus=8) == 0
+    assert re.search(r"^step +not estimated .*launch\.colocate", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "servers", "sections", "waiting"),
+    [
+        (7, 1, {}, "the trainer waits"),
+        (1, 7, {}, "the servers wait"),
+        (1, 7, {"rollout": {"max_staleness": 0}}, "one waits for the other"),
+    ],
+)
+def test_a_dry_run_for_gpus_estimates_a_step_who_waits_and_the_fastest_split(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ranks: int,
+    servers: int,
+    sections: dict[str, Any],
+    waiting: str,
+) -> None:
+    """A 4B model on eight GPUs, 16 groups of 8 completions of up to 7168 tokens, in which 2 for the trainer are right."""
+    monkeypatch.setattr(ModelSize, "read", lambda path: SHAPES["4b"].size)
+    base: dict[str, Any] = {
+        "model": {"path": str(build_tiny_model(tmp_path / "tiny")), "activation_checkpointing": "full"},
+        "inference": {"engine": "vllm", "max_model_len": 8192, "replicas": servers},
+        "rollout": {"max_completion_tokens": 7168, "groups_per_step": 16, "group_size": 8, "max_staleness": 2},
+        "launch": {"num_trainer_ranks": ranks, "device": "auto"},
+        "training": {"micro_batch_tokens": 8192},
+    }
+    assert launch(make_config(tmp_path, **merged(base, sections)), dry_run=True, gpus=8) == 0
+    plan = capsys.readouterr().out
+    (step,) = re.findall(r"^step +about ([\d,]+) s: .* ([\d,]+) s, .* ([\d,]+) s for 128 rollouts; (.*)$", plan, re.M)
+    step_s, train_s, generate_s = map(float, step[:3])
+    assert waiting in step[3]
+    assert (train_s > generate_s) == (ranks == 1)
+    assert step_s == pytest.approx(train_s + generate_s if sections else max(train_s, generate_s), abs=1.0)
+    (split,) = re.findall(r"^split .* (\d) for the trainer and (\d) servers .* about ([\d,]+) s a step$", plan, re.M)
+    assert split[:2] == ("2", "6") if not sections else split[0] in "23456"
+    assert float(split[2]) < step_s
